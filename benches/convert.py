@@ -1,8 +1,9 @@
-"""What a decoder that is not vLLM pays to read blocks: 64 of them loaded from a real sidecar, and K and V then read from them.
+"""The cost of reading blocks in a decoder other than vLLM: 64 blocks are loaded from a real sidecar, and K and V read from
+them.
 
 Loading is `Engine.load`: keys, query, and the copy into the engine's memory. Converting is `Engine.read`: K and V as arrays,
-with numpy, which has one thread, and with torch, which has one a core: in place where that can be (`read_ms`), and copied into
-memory that the decoder has (`out_ms`). What is read is compared with what was saved. Medians.
+with numpy, which has one thread, and with torch, which has one a core: in place where possible (`read_ms`), and copied into the
+decoder's memory (`out_ms`). Read arrays are compared with the saved ones. Medians.
 
     benches/run convert
 """
@@ -26,7 +27,7 @@ BLOCKS, TOKENS, ROUNDS = 64, 32, 40
 DRAM = "512MiB"
 # Layers, heads and the elements of a key or a value, of 4 bytes: the model of the tests, and blocks of 1 MiB.
 MODELS = {"96k": (3, 2, 64), "1m": (8, 4, 128)}
-# Whether keys lie with their tokens side by side.
+# True if each element of a key has its tokens side by side.
 FORMS = {"plain": False, "transposed": True}
 PROMPT = list(range(BLOCKS * TOKENS))
 

@@ -75,7 +75,7 @@ def percentile(samples: Sequence[float], part: float) -> float:
 
 
 def median(samples: Iterable[float], digits: int = 1) -> float:
-    """To a tenth, or to so many digits."""
+    """The median to a tenth, or to `digits` digits."""
     return round(statistics.median(samples), digits)
 
 

@@ -29,7 +29,7 @@ MANNERS = (Manner.SILENT, Manner.SLOW, Manner.LOST)
 BEGIN_S, PAUSE_S = 10.0, 0.05
 # One request in so many may wait after the first seconds.
 ONE_IN = 50
-# Within this time a promise is told.
+# The time until a promise is known.
 PROMISES, BROKEN_MAX, TOLD_S = 14, 3, 0.5
 
 Row = dict[str, Any]

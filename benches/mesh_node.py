@@ -26,7 +26,7 @@ class Node(Child):
         super().__init__(words, log=None)
 
     def ask(self, command: str) -> str:
-        """A command, and what it prints."""
+        """Sends a command; its printed line."""
         self.write(command)
         return self.line(WATCHDOG_S)
 
@@ -36,6 +36,6 @@ class Node(Child):
         return (int(fields[11]) + int(fields[12])) / TICKS
 
     def end(self) -> None:
-        """Tells it to end, and waits."""
+        """Closes its input, and waits for its end."""
         self.close_input()
         self.wait_exit(WATCHDOG_S)

@@ -1,9 +1,9 @@
-"""What fetching blocks from a peer costs over RDMA: against ib_read_bw in the same run, two processes, two devices.
+"""The cost of fetching blocks from a peer over RDMA: against ib_read_bw in the same run, two processes, two devices.
 
-Without an RDMA NIC that means a guest with Soft-RoCE under emulation (scripts/rxe-vm): the ratio says what the transport
-adds to READs, the rates themselves say nothing. Each round fetches every block of a small pool over two queue pairs,
-checksums on, and then lets ib_read_bw read as many bytes over as many, once polling and once waiting for events as
-ours does: the better median counts, since polling takes processors that emulation has few of.
+Without an RDMA NIC this runs in a guest with Soft-RoCE under emulation (scripts/rxe-vm): the ratio shows the transport's
+addition to READs, the rates themselves show nothing. Each round fetches every block of a small pool over two queue pairs,
+checksums on, and then lets ib_read_bw read as many bytes over as many, once polling and once waiting for events as Pillion
+does: the better median counts, since polling needs processors, and emulation has few.
 
 In the guest this module runs itself, with the binary's path.
 """
@@ -35,7 +35,7 @@ DEVICES = ("rxe0", "rxe1")
 
 
 def ib_read_bw(port: int, *options: str) -> float:
-    """MiB/s of ib_read_bw: rxe0 reads as many bytes from rxe1 as our reader does."""
+    """MiB/s of ib_read_bw: rxe0 reads as many bytes from rxe1 as Pillion's reader does."""
     reads = BLOCKS * BLOCK_BYTES // READ_BYTES // QUEUE_PAIRS
     common = ["ib_read_bw", "-s", str(READ_BYTES), "-n", str(reads), "-q", str(QUEUE_PAIRS), "-p", str(port), "-F", *options]
     quiet = subprocess.DEVNULL
@@ -55,7 +55,7 @@ def ib_read_bw(port: int, *options: str) -> float:
 
 
 def measure(binary: str) -> dict[str, float]:
-    """Rounds of ours and of ib_read_bw, interleaved; then single blocks."""
+    """Rounds of Pillion and of ib_read_bw, interleaved; then single blocks."""
     sizes = (BLOCKS, BLOCK_BYTES)
     owner = Node(binary, "serve", *sizes, f"{DEVICES[1]}:{QUEUE_PAIRS}")
     reader = Node(binary, "fetch", owner.line(WATCHDOG_S), *sizes, f"{DEVICES[0]}:{QUEUE_PAIRS}")
@@ -83,7 +83,7 @@ def main() -> None:
     subprocess.run(["scripts/rxe-vm", "setup"], check=True, stdout=sys.stderr)
     built = build()
     with tempfile.TemporaryDirectory(prefix="pillion-bench-") as folder:
-        # Copies: nothing that a guest has open may change.
+        # Copies, because a file open in the guest must not change.
         shutil.copy(built, folder)
         for package in (ROOT / "benches", ROOT / "tests/testkit"):
             shutil.copytree(package, Path(folder, package.name), ignore=shutil.ignore_patterns("__pycache__"))

@@ -1,8 +1,7 @@
-"""What fetching blocks from a peer costs over TCP: against iperf3 in the same run, loopback, two processes.
+"""The cost of fetching blocks from a peer over TCP: against iperf3 in the same run, loopback, two processes.
 
-Each round fetches every block of a pool of 1 GiB, checksums on, and then lets iperf3 move as many bytes over as many
-streams; medians of the rounds. Then single blocks, one at a time. Needs iperf3 (`apt-get install iperf3`) and 5 GiB of
-free memory.
+Each round fetches every block of a pool of 1 GiB, checksums on, and then lets iperf3 move as many bytes over as many streams;
+medians of the rounds. Then single blocks, one at a time. Needs iperf3 (`apt-get install iperf3`) and 5 GiB of free memory.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def nodes(binary: Path, streams: int, *tls: object) -> Iterator[tuple[Node, Node
 
 
 def iperf3(streams: int) -> tuple[float, float]:
-    """GiB/s of iperf3 over as many streams, and the seconds of CPU that it took for a GiB."""
+    """GiB/s of iperf3 over as many streams, and its seconds of CPU for a GiB."""
     port = str(free_port())
     server = subprocess.Popen(["iperf3", "-s", "-1", "-p", port, "--forceflush"], stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
@@ -63,7 +62,7 @@ def iperf3(streams: int) -> tuple[float, float]:
 
 
 def bulk(binary: Path, streams: int) -> dict[str, float]:
-    """Rounds of ours and of iperf3, interleaved."""
+    """Rounds of Pillion and of iperf3, interleaved."""
     ours, theirs, ratios, their_cpu = [], [], [], []
     with nodes(binary, streams) as (owner, reader):
         cpu_s = 0.0
@@ -87,7 +86,7 @@ def bulk(binary: Path, streams: int) -> dict[str, float]:
 
 
 def ones(binary: Path) -> dict[str, float]:
-    """Microseconds of one block, asked for when the one before has come."""
+    """Microseconds of one block, asked for after the one before has come."""
     with nodes(binary, STREAMS[-1]) as (_, reader):
         micros = sorted(float(word) for word in reader.ask(f"one {ONES}").split())
     return {"one_p50_us": micros[ONES // 2], "one_p99_us": micros[ONES * 99 // 100]}

@@ -1,7 +1,7 @@
-"""What a mesh adds to a query: the time until the sidecar's first answer, for which the engine's scheduler is held up.
+"""The cost of a mesh for a query: the time until the sidecar's first answer, while the engine's scheduler waits.
 
-Three sidecars, each with blocks of its own: one in no mesh, one in a mesh, and its peer there. The first answer to a
-query for the peer's blocks is that they are on their way.
+Three sidecars, each with blocks of its own: one in no mesh, one in a mesh, and its peer there. The first answer to a query for
+the peer's blocks is that they are on their way.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ KEYS = 200_000
 COUNT = 640
 # The peer's keys are asked for once each.
 ROUNDS = KEYS // COUNT
-# Queries for one key that nobody has.
+# Queries for one key that no sidecar keeps.
 STRANGERS = 200_000
 DRAM = "512MiB"
 BLOCK_BYTES = 256
 BLOCKS = 4096
-# What was fetched is told of within that time; the machine is quiet again.
+# The time until fetched blocks are announced, and the machine is quiet again.
 QUIET_S = 0.1
-# Queries that wake up a sidecar, and fill caches.
+# Queries to wake up a sidecar, and to fill caches.
 AWAKE = 10
 
 
 class Side:
-    """A sidecar, an engine beside it, and the keys that it has saved."""
+    """A sidecar, an engine beside it, and the engine's saved keys."""
 
     def __init__(self, stack: contextlib.ExitStack, source: random.Random, more: tuple[str, ...] = ()) -> None:
         self._sidecar = stack.enter_context(rig.sidecar(DRAM, more))
@@ -48,7 +48,7 @@ class Side:
         return self._sidecar.metrics()[name]
 
     def ask(self, keys: list[bytes]) -> tuple[float, int, int]:
-        """A new request: microseconds until its first answer, that answer, and the last one."""
+        """Sends a new request: microseconds until its first answer, and the first and the last answer."""
         scheduler = self._scheduler
         began = time.perf_counter_ns()
         log = scheduler.open()
@@ -80,7 +80,7 @@ def _rounds(source: random.Random, alone: Side, member: Side, peer: Side) -> tup
             (alone, (("local", alone.keys[here], COUNT), ("absent", absent[0], 0))),
             (member, (("peers_absent", absent[1], 0), ("peers_remote", peer.keys[here], COUNT))),
         ):
-            # Whoever slept is awake then.
+            # A sleeping sidecar is awake after these.
             for _ in range(AWAKE):
                 side.ask(side.keys[there])
             for kind, keys, hits in kinds:
@@ -93,7 +93,7 @@ def _rounds(source: random.Random, alone: Side, member: Side, peer: Side) -> tup
 
 
 def _false_positives(source: random.Random, member: Side, peer: Side) -> int:
-    """How often the peer was asked for a key that nobody has."""
+    """The number of questions to the peer about unknown keys."""
     before = peer.metric("pillion_mesh_asks_total")
     for _ in range(STRANGERS):
         _, _, hits = member.ask([source.randbytes(16)])

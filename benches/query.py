@@ -1,8 +1,8 @@
-"""What a query costs the engine: from Python, through the native module, to a real sidecar holding a million keys.
+"""The cost of a query for the engine: from Python, through the native module, to a real sidecar holding a million keys.
 
-A timed query is a new request: open a log, append its keys (Python bytes), query, all hits under a lease. Giving the
-lease and the log back is not timed. Then what a second cache group costs, what KV events cost that are followed, and what peers
-add, see peers.py. The last line is one JSON object; all times in microseconds.
+A timed query is a new request: open a log, append its keys (Python bytes), query, all hits under a lease. Giving the lease and
+the log back is not timed. Then the cost of a second cache group and of KV events; for the cost of peers see peers.py. The last
+line is one JSON object; all times in microseconds.
 
     benches/run query [--binary PILLION]
 """
@@ -36,10 +36,10 @@ BUSY_SAMPLES = 12_000
 ROUND_TRIPS = 20_000
 # Before a request of several groups: an engine asks once a step. `settled`: none, once the sidecar has forgotten the last one.
 PAUSES_US = {"settled": None, "0": 0, "200": 200, "1000": 1_000, "5000": 5_000}
-# Sidecars that are compared: keys of each, and queries in turns of so many.
+# Keys of each compared sidecar, and queries in turns of so many.
 COMPARED_KEYS = 200_000
 TURNS, TURN, ASLEEP_S = 200, 10, 0.005
-# Fresh sidecars, the median of which counts: where the memory of one happens to lie makes more of a difference than events do.
+# Fresh sidecars; their median counts: the place of a sidecar's memory has a larger effect than events.
 PAIRS = 5
 
 
@@ -62,7 +62,7 @@ class Queries:
         return self._keys[first : first + count]
 
     def once(self, keys: list[bytes], look: Callable[[], object] = lambda: ()) -> float:
-        """One new request, and a look for what else the sidecar tells."""
+        """Times one new request, and a look for the sidecar's other messages."""
         scheduler, count = self._scheduler, len(keys)
         began = clock_us()
         log = scheduler.open()
@@ -74,14 +74,14 @@ class Queries:
         return spent
 
     def ahead(self, keys: list[bytes], count: int) -> int:
-        """Has the sidecar look for the last so many keys of a new request; the request's log."""
+        """Has the sidecar look for the last `count` keys of a new request; the request's log."""
         log = self._scheduler.open()
         self._scheduler.append(log, keys, 0)
         self._scheduler.ask_ahead(log, len(keys) - count, count)
         return log
 
     def hits(self, log: int, keys: list[bytes], count: int) -> int:
-        """How many of the last `count` keys the sidecar keeps."""
+        """The number of the last `count` keys that the sidecar keeps."""
         return self._scheduler.query(log, len(keys) - count, count)
 
     def end(self, log: int, hits: int, count: int) -> None:
@@ -93,7 +93,7 @@ class Queries:
         self._scheduler.end_step()
 
     def many(self, count: int, samples: int, pause_s: float = 0, look: Callable[[], object] = lambda: ()) -> list[float]:
-        """New requests one after the other."""
+        """Times new requests one after the other."""
         spent = []
         for _ in range(samples):
             keys = self.keys(count)
@@ -103,7 +103,7 @@ class Queries:
         return spent
 
     def repeated(self, count: int, samples: int, forget: bool) -> list[float]:
-        """One request asked again and again. `forget`: its lease was given back, so that the sidecar must answer."""
+        """Times one request asked again and again. `forget`: its lease is given back, so the sidecar must answer."""
         scheduler, spent = self._scheduler, []
         log = scheduler.open()
         scheduler.append(log, self.keys(count), 0)
@@ -119,7 +119,7 @@ class Queries:
         return spent
 
     def batch(self, requests: int, count: int) -> float:
-        """New requests posted together, then waited for."""
+        """Times new requests posted together, until all have their answers."""
         keys = [self.keys(count) for _ in range(requests)]
         began = clock_us()
         logs = [self.ahead(request, count) for request in keys]
@@ -130,7 +130,7 @@ class Queries:
         return spent
 
     def beside_a_busy_thread(self, count: int, samples: int) -> list[float]:
-        """Queries while another Python thread never lets go of the interpreter by itself."""
+        """Times queries while another Python thread never releases the interpreter by itself."""
         stop = False
 
         def spin() -> None:
@@ -168,7 +168,7 @@ def seqpacket_us() -> float:
 
 
 def fill(engine: rig.Engine, source: random.Random) -> tuple[list[bytes], list[bytes]]:
-    """Makes a million keys resident, some of them of 32 bytes, and proves that each is."""
+    """Makes a million keys resident, some of them of 32 bytes, and checks each."""
     long_keys = [source.randbytes(32) for _ in range(BLOCKS * 4)]
     keys = [source.randbytes(16) for _ in range(KEYS - len(long_keys))]
     for part in (long_keys, keys):
@@ -186,7 +186,7 @@ def check(queries: Queries, keys: list[bytes]) -> None:
 
 
 def measure(engine: rig.Engine, keys: list[bytes], long_keys: list[bytes]) -> dict[str, object]:
-    """All numbers but the seqpacket's."""
+    """All numbers but those of seqpacket."""
     queries, long_queries = Queries(engine, keys), Queries(engine, long_keys)
     check(queries, keys)
     check(long_queries, long_keys)
@@ -208,9 +208,10 @@ def measure(engine: rig.Engine, keys: list[bytes], long_keys: list[bytes]) -> di
 
 
 def grouped() -> dict[str, dict[str, float]]:
-    """Requests for 512 blocks in turns: of one cache group, and of two, the second of which needs 64 blocks or all.
+    """Requests for 512 blocks in turns: of one cache group, and of two, with 64 blocks or all for the second.
 
-    By the pause before each, in microseconds. As the policy asks: both groups ahead."""
+    By the pause before each, in microseconds. As the policy asks: both groups ahead.
+    """
     source = random.Random(4)
     with rig.sidecar(DRAM) as sidecar, contextlib.ExitStack() as stack:
         groups = []
@@ -241,7 +242,7 @@ def grouped() -> dict[str, dict[str, float]]:
 
 
 def together(sides: list[Queries], counts: list[int], pause_us: int | None) -> float:
-    """One new request of 512 blocks to several groups, each of which needs the last so many."""
+    """Times one new request of 512 blocks to several groups; each needs the last `counts` of its blocks."""
     keys = sides[0].keys(512)
     if pause_us is None:
         for side in sides:
@@ -258,7 +259,7 @@ def together(sides: list[Queries], counts: list[int], pause_us: int | None) -> f
 
 
 def follow(engine: rig.Engine) -> Callable[[], object]:
-    """Has an engine told of every block that is kept, and then of what changes; the look for more."""
+    """Makes the sidecar announce all kept blocks to an engine, and then changes; the function that takes further changes."""
     scheduler, told = engine.scheduler, 0
 
     def all_told() -> bool:
@@ -272,8 +273,8 @@ def follow(engine: rig.Engine) -> Callable[[], object]:
 
 
 def compared(binary: Path | None) -> dict[str, float]:
-    """Queries for 512 keys in turns: as ever, by an engine that follows KV events and looks for some behind each query, and of
-    another binary."""
+    """Queries for 512 keys in turns: plain ones, ones of an engine that follows KV events and takes them after each query, and
+    ones of another binary."""
     pairs = [pair(binary) for _ in range(PAIRS)]
     return {name: harness.median((of[name] for of in pairs), 3) for name in pairs[0]}
 
@@ -298,14 +299,14 @@ def pair(binary: Path | None) -> dict[str, float]:
                 # The other sidecar sleeps by then, and leaves its core; the first query wakes this one.
                 time.sleep(ASLEEP_S)
                 spent[kind] += queries.many(512, 1 + TURN, look=look)[1:]
-    # On a machine that others use a tenth of the queries is still undisturbed.
+    # On a shared machine a tenth of the queries is still undisturbed.
     return rig.compared("p10", spent, 0.1)
 
 
 def main() -> None:
     """Fills, checks, measures."""
     binary = rig.binary(__doc__)
-    # Before there are threads and a large heap to fork.
+    # Measured before there are threads and a large heap to fork.
     round_trip = seqpacket_us()
     with rig.sidecar(DRAM) as sidecar:
         engine = rig.Engine(sidecar.socket, BLOCKS, BLOCK_BYTES)

@@ -1,12 +1,12 @@
-"""The share of a real trace's prompt tokens that is found, without a model: vLLM's scheduler, the connector, a real sidecar.
+"""The share of a real trace's prompt tokens found without a model: vLLM's scheduler, the connector, a real sidecar.
 
-The requests are those of `gpu/trace`, due when they were asked, `speed` times as fast. Time is that of a model of 8 billion
-parameters on an H200, 10 ms a step and 33.6 us a token. Blocks are small and copied in real time. The worker computes nothing.
+The requests are those of `gpu/trace`, at their times, `speed` times as fast. Time is that of a model of 8 billion parameters on
+an H200, 10 ms a step and 33.6 us a token. Blocks are small and copied in real time. The worker computes nothing.
 
     benches/run replay [--room BLOCKS]...
 
-The last line is one JSON object: by room, in blocks of 16 tokens, the share of the prompts' tokens that vLLM did not compute,
-and what the sidecar counted.
+The last line is one JSON object: by room, in blocks of 16 tokens, the share of the prompts' tokens not computed by vLLM, and
+the sidecar's counts.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ COUNTERS = ("evicted_blocks", "unreachable_blocks", "saved_blocks", "loaded_bloc
 
 @dataclasses.dataclass
 class Flight:
-    """A step that the scheduler has made and whose output it has not seen."""
+    """A scheduled step with its output still to come."""
 
     output: SchedulerOutput
     ends_at: float
-    # Requests that it gives a token.
+    # Requests that get a token from it.
     sampled: set[str]
 
 
@@ -87,7 +87,7 @@ class Engine:
             ),
             kv_transfer_config=KVTransferConfig(**hooks.transfer(extra), kv_load_failure_policy="recompute"),
         )
-        # vLLM turns it off where it runs on a CPU.
+        # vLLM turns it off on a CPU.
         config.scheduler_config.async_scheduling = True
         config.cache_config.num_gpu_blocks = DEVICE_BLOCKS
         spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=HEAD, dtype=torch.bfloat16)
@@ -108,7 +108,7 @@ class Engine:
         self.now = 0.0
         self._flights: collections.deque[Flight] = collections.deque()
         self.steps = 0
-        # By request: tokens that it found, and when its first token came.
+        # By request: its found tokens, and the time of its first token.
         self.found: dict[str, int] = {}
         self.first: dict[str, float] = {}
         wait_for(self._bound, "namespace", WATCHDOG_S, rig.POLL_S)
@@ -123,11 +123,11 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether a request is in flight."""
+        """True if a request is in flight."""
         return bool(self._scheduler.has_requests() or self._flights)
 
     def add(self, name: str, arrival: trace.Arrival) -> None:
-        """A request that is due."""
+        """Adds a request at its time."""
         params = SamplingParams(max_tokens=max(2, arrival.output), temperature=0, ignore_eos=True)
         params.update_from_generation_config({}, None)
         self._scheduler.add_request(Request(name, arrival.prompt, params, None, block_hasher=self._hasher))
@@ -168,13 +168,13 @@ class Engine:
         return hooks.run_worker(self._worker, output.kv_connector_metadata, output, [LAYER], self._kv)
 
     def shutdown(self) -> None:
-        """Both roles leave."""
+        """Disconnects both roles."""
         self._scheduler.shutdown()
         self._worker.shutdown()
 
 
 def replay(arrivals: list[trace.Arrival], keeper: Sidecar, directory: Path) -> dict[str, Any]:
-    """Every request, when it is due."""
+    """Plays every request at its time."""
     engine = Engine(directory, keeper.socket)
     added = 0
     while added < len(arrivals) or engine.busy:

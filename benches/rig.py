@@ -1,4 +1,4 @@
-"""What the Python benchmarks share: a real sidecar, and an engine whose KV memory has tiny blocks."""
+"""The common parts of the Python benchmarks: a real sidecar, and an engine with tiny blocks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def sidecar(dram: str, more: tuple[str, ...] = (), binary: Path | None = None) -
 class Engine(sessions.Sessions):
     """One rank and its scheduler over `blocks` blocks of `block_bytes` bytes, not counting block 0.
 
-    Block 0 is vLLM's null block, which is never kept.
+    Block 0 is vLLM's null block, and never kept.
     """
 
     def __init__(
@@ -50,14 +50,14 @@ class Engine(sessions.Sessions):
         super().__init__(path, name, blocks + 1, regions, facts, copier="engine", files=files, wait_max_ms=wait_max_ms)
 
     def save(self, hashes: list[bytes]) -> None:
-        """Keeps these keys, with whatever the blocks hold, and returns when they are committed."""
+        """Saves these keys with the blocks' present bytes, and returns when they are committed."""
         for first in range(0, len(hashes), self.blocks):
             some = hashes[first : first + self.blocks]
             self.keep(some, list(range(1, len(some) + 1)))
 
 
 def binary(text: str | None) -> Path | None:
-    """Another sidecar, named on the command line, that is compared with the wheel's."""
+    """The sidecar named on the command line, to compare with the sidecar of the wheel."""
     parser = harness.parser(text)
     parser.add_argument("--binary", type=Path, help="another sidecar's executable, to compare with the wheel's")
     named: Path | None = parser.parse_args().binary
@@ -65,7 +65,8 @@ def binary(text: str | None) -> Path | None:
 
 
 def compared(name: str, spent: dict[str, list[float]], part: float = 0.5) -> dict[str, float]:
-    """Of samples taken in turns, by kind: the value below which `part` of a kind's samples lie, and its ratio to plain's."""
+    """Compares kinds of samples taken in turns: the value below which `part` of a kind's samples lie, and its ratio to the
+    plain kind."""
     values = {kind: sorted(samples)[int(len(samples) * part)] for kind, samples in spent.items()}
     plain = values.pop("plain")
     found = {f"{kind}_{name}_us": round(value, 2) for kind, value in values.items()}

@@ -1,6 +1,6 @@
-"""The time that `pillion route --first-token` itself adds to a first token, before engines that answer at once.
+"""The time that `pillion route --first-token` itself adds to a first token, before engines with immediate answers.
 
-Both engines are servers in this process that answer as vLLM 0.32 does, without computing anything. A prompt is a list of token
+Both engines are servers in this process, with the answers of vLLM 0.32 and without computation. A prompt is a list of token
 ids, and each request has a connection of its own. The last line is one JSON object; times are medians in milliseconds.
 
     benches/run route [--binary PILLION]
@@ -35,7 +35,7 @@ WATCHDOG_S = 20
 
 
 def event(text: str, finish: str | None, prompt: list[int] | None) -> bytes:
-    """One event of a stream; that of the engine that computes has the ids of its `prompt`."""
+    """One event of a stream; the prefill engine's event has the ids of its `prompt`."""
     ids = {"prompt_token_ids": prompt, "token_ids": None if prompt is None else [9]}
     choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": finish, "stop_reason": None} | ids
     said = {"id": "cmpl-1", "object": "text_completion", "created": 7, "model": "m", "choices": [choice]}
@@ -43,16 +43,16 @@ def event(text: str, finish: str | None, prompt: list[int] | None) -> bytes:
 
 
 class Engine(http.server.BaseHTTPRequestHandler):
-    """Answers of either engine; a request that wants its tokens' ids is one to compute."""
+    """Answers of either engine; a request with `return_token_ids` is for prefill."""
 
     protocol_version = "HTTP/1.1"
     # An event is not to wait for the next one.
     disable_nagle_algorithm = True
-    # Of every answer to a request to compute.
+    # The answer to each prefill request.
     computed = b""
 
     def do_GET(self) -> None:
-        """The list of models, of which the router reads the longest prompt."""
+        """The list of models; the router reads the longest prompt in it."""
         self._answer(json.dumps({"data": [{"id": "m", "max_model_len": 1 << 20}]}).encode())
 
     def do_POST(self) -> None:
@@ -62,7 +62,7 @@ class Engine(http.server.BaseHTTPRequestHandler):
         self._answer((type(self).computed if b'"return_token_ids":true' in asked else two) + b"data: [DONE]\n\n")
 
     def log_message(self, *_: Any) -> None:
-        """Nothing."""
+        """Prints nothing."""
 
     def _answer(self, body: bytes) -> None:
         self.send_response(200)
@@ -96,7 +96,7 @@ def first_token(url: str, prompt: list[int]) -> float:
 
 
 def main() -> None:
-    """By turns of an engine, and of the router before two."""
+    """Measures by turns an engine, and the router before two."""
     parser = harness.parser(__doc__)
     parser.add_argument("--binary", help="the sidecar's executable")
     options = parser.parse_args()

@@ -1,10 +1,10 @@
-"""What the connector costs the engine: a step that saves 1,024 blocks, and a step that saves nothing.
+"""The cost of the connector for the engine: a step with saves of 1,024 blocks, and a step without saves.
 
-Real vLLM objects (configuration, requests, scheduler output), the real connector in both roles, a real sidecar. No model
-runs: every hook of a step is called in vLLM's order and timed together. After the saving step all blocks are read back from
-the sidecar into cleared memory and compared byte for byte.
+Real vLLM objects (configuration, requests, scheduler output), the real connector in both roles, a real sidecar. No model runs:
+every hook of a step is called in vLLM's order and timed together. After the saving step all blocks are read back from the
+sidecar into cleared memory and compared byte for byte.
 
-Beside it, in turns, an engine whose KV events are followed, and one with another sidecar where that is named.
+Beside it, in turns, an engine with followed KV events, and one with another sidecar if the command line names one.
 
     benches/run save [--binary PILLION]
 """
@@ -115,7 +115,7 @@ class Engine:
         self.worker = PillionConnector(config, KVConnectorRole.WORKER, kv_config)
         self.worker.register_kv_caches({name: storage[layer] for layer, name in enumerate(NAMES)})
         self.scheduler = PillionConnector(config, KVConnectorRole.SCHEDULER, kv_config)
-        # Whether its KV events are followed, those of the round, and CPU microseconds of those of each round behind its step.
+        # Whether its KV events are followed, the round's events, and CPU microseconds of those after each round's step.
         self.events, self.told, self.told_us = events, list[Any](), list[float]()
         self._hasher = hooks.hasher(BLOCK_TOKENS)
 
@@ -134,7 +134,7 @@ class Engine:
         self.told += self.scheduler.take_events()
 
     def match(self, request: Request) -> int:
-        """External tokens of a request that the engine itself has nothing of."""
+        """External tokens of a request without blocks in the engine's own cache."""
         tokens, is_awaited = self.scheduler.get_num_new_matched_tokens(request, 0)
         assert tokens is not None
         if is_awaited:
@@ -142,7 +142,7 @@ class Engine:
         return tokens
 
     def loaded(self) -> bool:
-        """Steps, and tells whether every load has ended."""
+        """Plays a step; true if every load has ended."""
         self.step(output([], CachedRequestData.make_empty(), {}))
         return not self.awaited
 
@@ -152,13 +152,13 @@ class Engine:
         self.scheduler.update_state_after_alloc(request, blocks, external)
 
     def bound(self) -> bool:
-        """Whether the sidecar has bound the engine to its namespace; ranks join in a step."""
+        """True if the sidecar has bound the engine to its namespace; ranks join in a step."""
         self.step(output([], CachedRequestData.make_empty(), {}))
         assert isinstance(self.scheduler._scheduler, SchedulerRole)
         return self.scheduler._scheduler.state == "serving"
 
     def saved(self) -> bool:
-        """Whether every save has ended."""
+        """True if every save has ended."""
         assert isinstance(self.scheduler._scheduler, SchedulerRole)
         policy = self.scheduler._scheduler._policy
         assert isinstance(policy, _shim.Policy)
@@ -167,7 +167,7 @@ class Engine:
         return session.saving == 0
 
     def follow(self, blocks: int) -> None:
-        """Waits until so many more blocks that were saved are told of, by this call or by steps before it."""
+        """Waits for the events of `blocks` more saved blocks, in this call or in the steps before it."""
         spent = 0.0
 
         def all_told() -> bool:
@@ -183,7 +183,7 @@ class Engine:
             self.told_us.append(spent)
 
     def shutdown(self) -> None:
-        """Both roles leave."""
+        """Disconnects both roles."""
         self.scheduler.shutdown()
         self.worker.shutdown()
 
@@ -195,12 +195,12 @@ def output(new: list[NewRequestData], cached: CachedRequestData, scheduled: dict
 
 
 def new_request(request: Request, ids: list[int], computed: int) -> NewRequestData:
-    """What vLLM says of a request that it schedules for the first time."""
+    """vLLM's data of a request in its first step."""
     return NewRequestData(request.request_id, None, [], None, None, (ids,), computed, None)
 
 
 def save_round(engine: Engine, round: int) -> tuple[float, float]:
-    """Microseconds of every hook of a step in which new requests compute and save 1,024 blocks: the clock's and the CPU's."""
+    """Microseconds of every hook of a step with new requests that save 1,024 blocks: of the clock, and of the CPU."""
     # The bits of finite numbers: blocks of others are not kept.
     engine.kv.copy_(torch.randint(0, 30_000, engine.kv.shape, dtype=torch.int16).view(torch.bfloat16))
     requests = [engine.request(f"s{round}.{i}", SAVE_BLOCKS, round * 100 + i) for i in range(SAVE_REQUESTS)]
@@ -222,7 +222,7 @@ def save_round(engine: Engine, round: int) -> tuple[float, float]:
 
 
 def read_back(engine: Engine, round: int, tables: list[list[int]]) -> None:
-    """Loads what was saved into cleared memory and compares every byte."""
+    """Loads the saved blocks into cleared memory and compares every byte."""
     kept = [ids[:SAVE_BLOCKS] for ids in tables]
     expected = engine.kv.view(torch.int16)[:, [block for ids in kept for block in ids]].clone()
     engine.kv.zero_()
@@ -243,7 +243,7 @@ def read_back(engine: Engine, round: int, tables: list[list[int]]) -> None:
 
 
 def idle_steps(engine: Engine, length: int) -> Iterator[float]:
-    """Microseconds of every hook of decode steps that complete no block, `RUNNING` requests of `length` blocks."""
+    """Microseconds of every hook of decode steps without a full block, `RUNNING` requests of `length` blocks."""
     requests = [engine.request(f"i{length}.{i}", length, 10_000 + length * 1000 + i) for i in range(RUNNING)]
     tables = [list(range(1 + i * (length + 1), (i + 1) * (length + 1) + 1)) for i in range(RUNNING)]
     new = []
@@ -275,7 +275,7 @@ def idle_steps(engine: Engine, length: int) -> Iterator[float]:
 
 
 def advance(requests: list[Request], tables: list[list[int]]) -> None:
-    """One decoded token for each request; a request at the end of its last block starts it anew."""
+    """Adds one decoded token to each request; a request at the end of its last block starts it again."""
     for request, _ids in zip(requests, tables, strict=True):
         if request.num_computed_tokens % BLOCK_TOKENS == BLOCK_TOKENS - 2:
             request.num_computed_tokens -= BLOCK_TOKENS - 3

@@ -1,8 +1,8 @@
 """Writing and reading through the SSD tier, as a ratio to fio: io_uring, direct I/O, registered buffers and files, the same
 block size and depth at the device, the same file system, in turns. Latencies of the tier include waiting before that.
 
-The tier computes a checksum before each write and verifies it, with the block's header, after each read; fio does neither.
-Both write in order and read in random order, from a log or file of 3 GiB that was written once before. Takes 6 GiB of disk.
+The tier computes a checksum before each write and verifies it, with the block's header, after each read; fio does neither. Both
+write in order and read in random order, from a log or file of 3 GiB, written once before. Takes 6 GiB of disk.
 
     benches/run ssd
 """
@@ -22,9 +22,9 @@ GIB = 1 << 30
 SIZE = 3 * GIB
 ROUND_BYTES = GIB
 ROUNDS = 9
-# Block bytes, and blocks at the device at a time: the most that the tier gives it (JOBS_MAX, BYTES_MAX of its thread).
+# Block bytes, and the tier's limit of blocks at the device (JOBS_MAX, BYTES_MAX of its thread).
 LOADS = {"2m": (2 << 20, 16), "256k": (256 << 10, 64)}
-# The tier is posted twice as many, so that some wait: a load of a prompt, or blocks to be written back, are more.
+# The tier gets twice as many, so some wait: the blocks of a load or of write-backs are more.
 POSTED = 2
 
 
@@ -54,11 +54,11 @@ class Bench:
     def __init__(self, folder: Path) -> None:
         self._executable = ssd_log.build()
         self._log, self._file = folder / "log", folder / "fio"
-        # Numbers of blocks that no round has used.
+        # Numbers of blocks unused by earlier rounds.
         self._first = 0
 
     def fill(self) -> None:
-        """Writes all of both once: what was never written is slower to write."""
+        """Writes both files once: the first write of a place is slower."""
         block_bytes, depth = LOADS["2m"]
         self._tier(block_bytes, depth, SIZE, read=False)
         fio(self._file, "write", block_bytes, depth, SIZE)
@@ -71,7 +71,7 @@ class Bench:
         return ssd_log.run(self._executable, self._log, SIZE, *loads)
 
     def round(self, block_bytes: int, depth: int) -> dict[str, dict[str, float]]:
-        """Each once: figures by name."""
+        """Plays each once: figures by name."""
         tier = self._tier(block_bytes, depth, ROUND_BYTES, read=True)
         by_mode = {mode: {key.removeprefix(f"{mode}_"): value for key, value in tier.items()} for mode in ("write", "read")}
         fio_write = fio(self._file, "write", block_bytes, depth, ROUND_BYTES)
@@ -80,7 +80,7 @@ class Bench:
 
 
 def summary(name: str, rounds: list[dict[str, dict[str, float]]]) -> dict[str, float | list[float]]:
-    """Medians of a block size, and the spread of what is promised."""
+    """Medians of a block size, and the spread of the promised ratios."""
     found: dict[str, float | list[float]] = {}
     for mode in ("write", "read"):
         ours, theirs = ([each[kind]["gib_s"] for each in rounds] for kind in (mode, f"fio_{mode}"))

@@ -1,4 +1,4 @@
-"""What the benchmarks of the SSD tier share: the Rust half, which drives the tier as `pillion bench disk` does."""
+"""The common part of the benchmarks of the SSD tier: the Rust half, which drives the tier as `pillion bench disk` does."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def build() -> Path:
 
 
 def run(executable: Path, log: Path, log_bytes: int, *loads: str) -> dict[str, float]:
-    """Opens a log, runs loads on it; the figures of all."""
+    """Opens a log and runs loads on it; the figures of all."""
     command = [str(executable), str(log), str(log_bytes), *loads]
     ended = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     figures: dict[str, float] = json.loads(ended.stdout.splitlines()[-1])
@@ -32,7 +32,7 @@ def run(executable: Path, log: Path, log_bytes: int, *loads: str) -> dict[str, f
 
 @contextlib.contextmanager
 def folder() -> Iterator[Path]:
-    """A folder on the disk that this checkout is on, removed at the end."""
+    """A folder on this checkout's disk, removed at the end."""
     where = ROOT / ".cache"
     where.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="bench-ssd-", dir=where) as path:

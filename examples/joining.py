@@ -1,10 +1,10 @@
-"""Which namespace a decoder of this folder joins."""
+"""The choice of a decoder's namespace."""
 
 import sys
 
 
 def only(found):
-    """The one of these namespaces that agrees with all that was stated; else it is said what to do, and the process ends."""
+    """The one namespace that agrees with all stated facts; otherwise prints what to do, and ends the process."""
     agreeing = [namespace for namespace in found if not namespace.differs]
     if len(agreeing) == 1:
         return agreeing[0]

@@ -1,6 +1,6 @@
-"""The part of llama.cpp's C API that llama_cpp_decode.py calls, by ctypes, in the shared object of the PyPI package xllamacpp.
+"""The part of llama.cpp's C API for llama_cpp_decode.py, by ctypes, in the shared object of the PyPI package xllamacpp.
 
-Structures and the bytes of a state are those of llama.cpp b11549; a library whose structures are others is refused.
+Structures and the bytes of a state are those of llama.cpp b11549; a library with other structures is refused.
 """
 
 import ctypes
@@ -11,20 +11,20 @@ import numpy
 
 WORDS = ("n_ctx", "n_batch", "n_ubatch", "n_seq_max", "n_rs_seq", "n_outputs_max", "n_outputs_max_per_seq")
 WORDS += ("n_threads", "n_threads_batch", "ctx_type", "rope_scaling", "pooling", "attention", "flash")
-# What `llama_context_default_params` sets: with other structures these would be elsewhere.
+# The defaults of `llama_context_default_params`: with other structures they would be at other places.
 DEFAULTS = {"n_ctx": 512, "n_batch": 2048, "n_ubatch": 512, "flash": -1, "type_k": 1, "type_v": 1}
 F32 = 0
-# A state has words, cells, words, and of each layer K and then V. The first words: two of the library's own, the numbers of
-# streams and of cells. The later words: whether V is transposed, the number of layers, and two that are zero.
+# A state has words, cells, words, and for each layer K and then V. The first words: two of the library's own, the numbers of
+# streams and of cells. The later words: whether V is transposed, the number of layers, and two zeros.
 WORD = numpy.dtype("<u4")
 CELL = numpy.dtype([("position", "<i4"), ("sequences", "<u4"), ("sequence", "<i4")])
-# Of a layer: K is [tokens, heads, dim] and V is [heads, dim, tokens].
+# The rows of a layer: K is [tokens, heads, dim] and V is [heads, dim, tokens].
 K_ROWS = numpy.dtype([("type", "<i4"), ("row_bytes", "<u8")])
 V_ROWS = numpy.dtype([("type", "<i4"), ("item_bytes", "<u4"), ("rows", "<u4")])
 
 
 class ContextParams(ctypes.Structure):
-    """`llama_context_params`, passed by value; behind what is set here there is more room than the library uses."""
+    """`llama_context_params`, passed by value; behind the set fields there is more room than the library uses."""
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in WORDS),
@@ -49,7 +49,7 @@ class Batch(ctypes.Structure):
 
 
 def _library():
-    """The shared object with the types of the functions that are called here."""
+    """The shared object, with the types of the called functions."""
     found = importlib.util.find_spec("xllamacpp")
     if found is None:
         raise RuntimeError("xllamacpp is not installed: pip install xllamacpp==2026.10.11549")
@@ -85,7 +85,7 @@ _quiet = LOG(lambda level, text, data: None)
 
 
 class Llama:
-    """A model and one sequence, whose KV is float32; flash attention is off, since it rounds to float16."""
+    """A model and one sequence with float32 KV; flash attention is off, since it rounds to float16."""
 
     def __init__(self, gguf, threads=1):
         self._library = library = _library()

@@ -21,13 +21,14 @@ class Decoder:
         self.kv = engine.Engine(socket, "llama.cpp", joining.only(found), blocks, check_every=check_every)
 
     def compute(self, tokens):
-        """K and V of these tokens: what is kept is compared with them, before anything of this engine is."""
+        """K and V of these tokens, computed here: a proof compares kept blocks with them, before any block of this engine is
+        kept."""
         self.llama.begin()
         self.llama.feed(tokens)
         return self.llama.kv()
 
     def generate(self, prompt, new):
-        """The answer's tokens, and the logits that each was chosen by."""
+        """The answer's tokens, and the logits behind each choice."""
         with self.kv.load(prompt) as request:
             tokens, have, rows = list(prompt), request.held, []
             self.llama.begin(*self.kv.read(request))

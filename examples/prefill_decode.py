@@ -39,7 +39,7 @@ class Program:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | variables)
 
     def wait_ready(self) -> None:
-        """Waits for status 200; an end before that ends this program too."""
+        """Waits for status 200; if the program ends before, this program ends too."""
         while self._process.poll() is None:
             with contextlib.suppress(OSError), urllib.request.urlopen(self.url):
                 print(f"{self.name} is ready", flush=True)

@@ -23,14 +23,15 @@ class Decoder:
 
     @torch.inference_mode()
     def compute(self, tokens):
-        """K and V of these tokens: what is kept is compared with them, before anything of this engine is."""
+        """K and V of these tokens, computed here: a proof compares kept blocks with them, before any block of this engine is
+        kept."""
         cache = DynamicCache(config=self.model.config)
         self.model(torch.tensor([tokens]), past_key_values=cache)
         return contents(cache)
 
     @torch.inference_mode()
     def generate(self, prompt, new):
-        """The answer's tokens, and the logits that each was chosen by."""
+        """The answer's tokens, and the logits behind each choice."""
         with self.kv.load(prompt) as request:
             tokens, have, rows = list(prompt), request.held, []
             cache = DynamicCache(config=self.model.config)

@@ -30,15 +30,15 @@ OUT = ROOT / "demo-out"
 MODELS = ROOT / ".cache/models"
 PROMPT_TOKENS = (1_500, 2_500, 3_500, 4_500, 5_500)
 OUTPUT_TOKENS = 16
-# With bfloat16 even vLLM's own prefix hits give other tokens than a cold run now and then: chunks of another length are
-# rounded otherwise. In float32 that stays far below the distance of two tokens, so equal tokens can be demanded.
+# With bfloat16 even vLLM's own prefix hits give other tokens than a cold run now and then: chunks of another length are rounded
+# otherwise. In float32 the difference stays far below the distance of two tokens, so the demo demands equal tokens.
 DTYPE: Literal["float32"] = "float32"
 # Not one of the prompts: the first long request of a process also pays for its libraries' first use.
 WARM_UP_TOKENS = 2_048
 DRAM = "1GiB"
 # vLLM's own KV cache on a CPU, in GiB. Without it vLLM takes 92 % of the machine's memory.
 KV_SPACE = {"VLLM_CPU_KVCACHE_SPACE": "1"}
-# Free bytes that the demo needs: files of models, logs and pictures; in shared memory the sidecar's pool and vLLM's KV cache.
+# Free bytes for the demo: files of models, logs and pictures; in shared memory the sidecar's pool and vLLM's KV cache.
 ROOM = {ROOT: 1 << 30, Path("/dev/shm"): 5 << 29}
 BLOCK_BYTES = engine.BLOCK_TOKENS * model.DEMO.kv_bytes_per_token(dtype_bytes=4)
 # An error in a log of `pillion`, or in one of vLLM.
@@ -48,7 +48,7 @@ BEGAN = time.monotonic()
 
 @dataclasses.dataclass
 class Row:
-    """What happened to one prompt."""
+    """The result of one prompt."""
 
     prompt_tokens: int
     cold_s: float
@@ -162,7 +162,7 @@ def picture(rows: list[Row]) -> Picture:
 
 
 def faults(rows: list[Row]) -> list[str]:
-    """What keeps the demo from being a success."""
+    """The faults of a failed demo."""
     found = []
     for row in rows:
         expected = prompts.hit_tokens(row.prompt_tokens)

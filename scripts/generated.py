@@ -1,4 +1,4 @@
-"""Files of the repository that a script writes, and `--check`, which says whether they are what it would write."""
+"""Files of the repository written by scripts, and `--check`, which compares them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def write_or_check(files: dict[Path, str]) -> int:
-    """Writes each file's text, or with `--check` names the files whose text is another. The script's exit status."""
+    """Writes each file's text, or with `--check` prints the names of files with another text. Returns the script's exit
+    status."""
     if sys.argv[1:] != ["--check"]:
         for path, text in files.items():
             path.write_text(text)

@@ -25,7 +25,7 @@ NAMED = re.compile(r"`([\w./-]+\.(?:rs|py|patch))(?:::(\w+))?`")
 # The beginning of a comment in a source file, and a source file by its path.
 BEGIN = re.compile(r"//|#|\"\"\"")
 PATH = re.compile(r"(?<![\w./-])(?:[\w.-]+/)+[\w.-]+\.(?:rs|py)\b")
-# These pages tell of the past, so their files may be gone.
+# These pages describe the past, so their files may be gone.
 PAST = ("docs/decisions/", "CHANGELOG.md")
 
 

@@ -9,7 +9,7 @@ from prose import Prose, is_test
 from ratchet import FUNCTIONS_MAX
 
 KINDS = ("product", "tests", "tools", "docs")
-# Each rule's goal, and the unit and the number of units that it is a rate of.
+# Each rule's goal, and the rate's unit and number of units.
 RATES = {
     "opening": ("1 in 100 sentences", "sentences", 100),
     "relative": ("2 in 100 words of comment", "words", 100),

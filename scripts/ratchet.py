@@ -18,7 +18,7 @@ COUNTS = "scripts/prose.counts"
 HEAD = "# Breaches of the rules of scripts/prose.py by file, function and type. Written by scripts/tidy --ratchet."
 LINE = re.compile(r"(?P<subject>[^#].*): (?P<counts>[a-z]+=\d+(?: [a-z]+=\d+)*)")
 FUNCTIONS_MAX, TYPES_MAX = 8, 1
-# Rules of names, whose counts move nowhere.
+# Rules of names: their counts move nowhere.
 NAMED = {"function", "type"}
 
 Over = dict[str, list[Breach]]

@@ -28,7 +28,7 @@ Point = tuple[int, int]
 
 
 class Picture:
-    """One SVG. Whatever is added first lies below."""
+    """One SVG. Later parts cover earlier ones."""
 
     def __init__(self, width: int, height: int, title: str) -> None:
         marker = (
@@ -47,7 +47,7 @@ class Picture:
         self._parts.append(f'<text class="{kind}" x="{x}" y="{y}" text-anchor="{anchor}">{escape(text)}</text>')
 
     def box(self, kind: str, corner: Point, size: Point, name: str, lines: Iterable[str] = ()) -> None:
-        """A box with its name and what it holds."""
+        """A box with its name and its lines."""
         (x, y), (width, height) = corner, size
         self._parts.append(f'<rect class="{kind}" x="{x}" y="{y}" width="{width}" height="{height}" rx="5"/>')
         self.text(x + 10, y + 20, name, "name")
@@ -73,16 +73,16 @@ class Picture:
 
 @dataclass(frozen=True)
 class Bar:
-    """One value of a chart: what it is of, and how it is written."""
+    """One value of a chart: its name, and its text."""
 
     name: str
     value: float
     text: str
-    # Of the box: `memory` for Pillion, `code` for what it is compared with.
+    # The kind of the box: `memory` for Pillion, `code` for the others.
     kind: str
 
 
-# Of a chart, in pixels: its width, where bars begin, the room behind the longest, and heights.
+# Sizes of a chart, in pixels: its width, the left end of bars, the room behind the longest, and heights.
 CHART_WIDTH, CHART_LEFT, CHART_RIGHT = 860, 150, 190
 CHART_HEAD, CHART_ROW, CHART_BAR, CHART_GAP = 38, 24, 18, 24
 
@@ -97,7 +97,7 @@ def charts(title: str, panels: Sequence[tuple[str, Sequence[Bar]]]) -> Picture:
         y += CHART_HEAD
         scale = (CHART_WIDTH - CHART_LEFT - CHART_RIGHT) / max(bar.value for bar in bars)
         for bar in bars:
-            # What is far shorter than the others is still seen.
+            # A far shorter bar than the others is still visible.
             width = max(2, round(bar.value * scale))
             picture.text(CHART_LEFT - 10, y + 14, bar.name, anchor="end")
             picture.bar(bar.kind, (CHART_LEFT, y), (width, CHART_BAR))

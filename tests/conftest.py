@@ -1,4 +1,4 @@
-"""How long each test took, for whoever runs many of them: see scripts/part; and the figures that tests record."""
+"""The time of each test, for runs of many tests (scripts/part); and the figures recorded by tests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_sessionfinish() -> None:
-    """Written by the process that the workers report to."""
+    """Written by the main process of pytest-xdist."""
     if TIMES and "PYTEST_XDIST_WORKER" not in os.environ:
         with (Path(TIMES) / "tests").open("a") as file:
             file.writelines(f"{seconds:.1f}\t{test}\n" for test, seconds in _seconds.items())

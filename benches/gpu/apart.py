@@ -1,9 +1,9 @@
-"""Long prompts and short answers: an engine that computes and one that answers, against two engines that do both.
+"""Long prompts and short answers: a prefill engine and a decode engine, against two engines that do both.
 
 Two `vllm serve` on two GPUs with one sidecar, `pillion route` before them, and vLLM's own client: `rate` requests a second of
 `input_tokens` random tokens in and `output_tokens` out. `mixed` asks the same two engines by turns: no prompt is long enough to
-be computed elsewhere. In `kill` and `freeze` that befalls the engine that computes, in the middle of all requests.
-Answers are those of the first mode, as far as steps of other sizes round alike: always with `--invariant`.
+be computed elsewhere. `kill` and `freeze` strike the prefill engine in the middle of all requests. Answers equal those of the
+first mode, as far as steps of other sizes round alike: always with `--invariant`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def engine_settings(sizes: dict[str, int]) -> dict[str, Any]:
 
 
 def run(bench: rig.Bench, options: argparse.Namespace, modes: list[str], folder: Path) -> rig.Results:
-    """Every mode in turn, and how many answers are the first mode's."""
+    """Runs every mode in turn; the results have the share of answers equal to those of the first mode."""
     answers: list[list[list[str]]] = []
 
     def measure(mode: str, model: Path) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def run(bench: rig.Bench, options: argparse.Namespace, modes: list[str], folder:
 
 
 def leading(answers: list[list[str]], right: list[list[str]]) -> float:
-    """The mean share of an answer's words before the first one that is not right."""
+    """The mean share of an answer's words before the first wrong one."""
     shares = []
     for words, others in zip(answers, right, strict=True):
         same = [word == other for word, other in zip(words, others, strict=False)]
@@ -106,7 +106,7 @@ def asked(
 def pair(
     bench: rig.Bench, mode: str, model: Path, folder: Path, options: argparse.Namespace, kills: bool = False
 ) -> Iterator[list[tuple[Server, str]]]:
-    """An engine that computes and one that answers, or in `mixed` two that do both, and the sidecar beside them."""
+    """A prefill and a decode engine, or in `mixed` two engines that do both, and the sidecar beside them."""
     gib = options.sizes["host_gib"]
     rig.wait_for_memory(gib)
     with contextlib.ExitStack() as stack:
@@ -116,7 +116,7 @@ def pair(
             settings = bench.engine(options.sizes) | rig.engine_arguments(options)
             transfer = rig.pillion_transfer(keeper, options, rig.BOTH if mode == "mixed" else role)
             if options.tiny:
-                # On a CPU an engine that copies itself loads nothing before everything is kept.
+                # On a CPU an engine with its own copies loads nothing before all blocks are kept.
                 transfer["kv_connector_extra_config"]["pillion.copy"] = "sidecar"
             started.append(http.start(f"{mode}-{side}", model, settings | {"kv_transfer_config": transfer}, options))
         for server, _ in started:
@@ -125,7 +125,7 @@ def pair(
 
 
 def dataset(options: argparse.Namespace) -> list[str]:
-    """Of the client: no prompt begins as another one."""
+    """The client's data set: no prompt begins as another one."""
     sizes = options.sizes
     lengths = ["--random-input-len", str(sizes["input_tokens"]), "--random-output-len", str(sizes["output_tokens"])]
     return ["--dataset-name", "random", "--random-range-ratio", "0", *lengths]

@@ -1,4 +1,4 @@
-"""Kernels that keep a GPU busy, and how much slower they get beside copies."""
+"""Kernels that keep a GPU busy, and their slowdown beside copies."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ VECTORS_PER_PRODUCT = 40
 
 
 def beside(transfer: Callable[[], int], scale: str) -> dict[str, Any]:
-    """What is left of the rate of launches while `transfer` is done again and again: of matrix products, bound by
-    arithmetic, and of matrix-vector products, bound by the GPU's memory. Slices with and without transfers take turns, also in
-    who is first: a GPU that gets warmer gets slower."""
+    """The ratio of launch rates with and without `transfer` again and again: of matrix products, bound by arithmetic, and of
+    matrix-vector products, bound by the GPU's memory. Slices with and without transfers take turns, also in their order: a GPU
+    that gets warmer gets slower."""
     rows, kernels, slices = SCALES[scale]
     matrix = torch.randn((rows, rows), device="cuda", dtype=torch.bfloat16)
     vector = torch.randn((rows, 1), device="cuda", dtype=torch.bfloat16)

@@ -1,6 +1,6 @@
-"""What saving costs an engine that never loads: cold prompts together, then their decode, against no connector.
+"""The cost of saves in an engine without loads: cold prompts together, then their decode, against no connector.
 
-Every round has prompts of its own, so nothing is found in any cache; each mode saves all of it. `--rival none` gives the
+Every round has prompts of its own, so nothing is found in any cache; each mode saves all of them. `--rival none` gives the
 engine without a connector.
 """
 
@@ -15,8 +15,8 @@ from benches import harness
 from benches.gpu import rig
 from benches.gpu.engine import Answer, Engine
 
-# kv_mib: 64 x 2,177 tokens are 8,768 blocks of 2 MiB, and the device may still hold what is being saved.
-# A round is 17 GiB of KV: beyond host_gib a round evicts what an earlier one saved.
+# kv_mib: 64 x 2,177 tokens are 8,768 blocks of 2 MiB, and the device may still hold blocks of unfinished saves. A round is 17
+# GiB of KV: beyond host_gib a round evicts blocks of an earlier one.
 SIZES = {
     "full": {"rounds": 5, "requests": 64, "prompt_tokens": 2048, "output": 129, "kv_mib": 22 * 1024, "host_gib": 40},
     "quick": {"rounds": 2, "requests": 8, "prompt_tokens": 1024, "output": 33, "kv_mib": 4 * 1024, "host_gib": 8},
@@ -37,7 +37,7 @@ def engine_settings(sizes: dict[str, int]) -> dict[str, Any]:
 
 
 def measure(engine: Engine, sizes: dict[str, int], _options: argparse.Namespace, _reference: Any) -> dict[str, Any]:
-    """Rounds of requests that begin together."""
+    """Plays rounds of requests that begin together."""
     requests = range(sizes["requests"])
     warm = [engine.prompt(sizes["prompt_tokens"], WARM_SEED + index) for index in requests]
     engine.ask_all(warm, [WARM_OUTPUT_TOKENS] * len(warm))
@@ -69,7 +69,7 @@ def figures(answers: list[Answer], begun: float, ended: float) -> dict[str, Any]
 
 
 def compare(raw: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
-    """The figures of a mode, and how many of its answers are the first mode's."""
+    """The figures of a mode, and the share of its answers equal to those of the first mode."""
     rounds = raw["rounds"]
     tokens = [answer for measured in rounds for answer in measured["tokens"]]
     theirs = [answer for measured in reference["rounds"] for answer in measured["tokens"]]

@@ -15,13 +15,13 @@ from typing import Any
 
 from benches.gpu import weights
 
-# Steps and pauses in which every connector can end its saves; a save that did not end shows as a short hit.
+# Steps and pauses in which every connector can end its saves; an unfinished save leads to a short hit.
 REST_ROUNDS = 4
 REST_PAUSE_S = 0.25
 REST_TOKENS = 4
 # A connector may hold blocks for a moment after a request; then a reset is refused.
 RESET_WATCHDOG_S = 30.0
-# Requests that are shorter than a block never fill one: nothing of them is cached or saved.
+# Requests shorter than a block never fill one: none of their KV is cached or saved.
 SHORT_PROMPT_TOKENS = 8
 SHORT_OUTPUT_TOKENS_MAX = 7
 FIRST_TOKEN_ID = 3
@@ -29,11 +29,11 @@ FIRST_TOKEN_ID = 3
 
 @dataclasses.dataclass
 class Answer:
-    """One request and what came of it."""
+    """One request and its answer."""
 
     prompt_tokens: int
     added: float
-    # When vLLM first gave it a place in a step: until then it waited for room, or for an asynchronous load.
+    # The time of its first place in a step: until then it waited for room, or for an asynchronous load.
     scheduled: float = 0.0
     first: float = 0.0
     times: list[float] = dataclasses.field(default_factory=list)
@@ -41,22 +41,22 @@ class Answer:
     cached_tokens: int = 0
     logprobs: list[dict[int, float]] = dataclasses.field(default_factory=list)
     block_ids: list[int] = dataclasses.field(default_factory=list)
-    # The `kv_transfer_params` of the answer, which a router hands to the engine that answers.
+    # The `kv_transfer_params` of the answer, for a router and the decode engine.
     transfer: dict[str, Any] | None = None
 
     @property
     def ttft_ms(self) -> float:
-        """From adding the request to its first token."""
+        """Milliseconds from adding the request to its first token."""
         return (self.first - self.added) * 1e3
 
     @property
     def waited_ms(self) -> float:
-        """From adding the request to its first place in a step."""
+        """Milliseconds from adding the request to its first place in a step."""
         return (self.scheduled - self.added) * 1e3
 
     @property
     def gaps_ms(self) -> list[float]:
-        """Times between tokens; a step that returns several tokens counts as one."""
+        """Times between tokens; a step with several tokens counts as one."""
         return [(late - early) * 1e3 for early, late in zip(self.times, self.times[1:], strict=False)]
 
 
@@ -115,7 +115,7 @@ class Engine:
         return int(self._config.cache_config.block_size)
 
     def facts(self) -> dict[str, Any]:
-        """What ran, to be read beside the figures."""
+        """Facts of the run, beside the figures."""
         import torch
         import vllm
 
@@ -132,7 +132,7 @@ class Engine:
         }
 
     def _pillion_counts(self) -> dict[str, int]:
-        """What Pillion's worker, in this process, counted: eight waits a load are a forward that went layer by layer."""
+        """The counts of Pillion's worker in this process: eight waits a load mean a forward that went layer by layer."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
         worker = getattr(get_kv_transfer_group(), "_worker", None) if has_kv_transfer_group() else None
@@ -166,11 +166,11 @@ class Engine:
 
     @property
     def parked(self) -> bool:
-        """Whether no request can go on: those in flight wait, as for an asynchronous load."""
+        """True if no request can go on: those in flight wait, as for an asynchronous load."""
         return not self._scheduler.running
 
     def step(self) -> Iterable[tuple[str, Answer]]:
-        """One step; the requests that it ended."""
+        """Plays one step; the requests that it ended."""
         ended = []
         for output in self._engine.step():
             answer = self._running[output.request_id]
@@ -188,14 +188,14 @@ class Engine:
         return ended
 
     def ask(self, prompt: list[int], max_tokens: int, logprobs: int | None = None) -> Answer:
-        """One request alone."""
+        """Asks one request alone."""
         assert not self._running, "a request asked alone must be alone"
-        # Its lists of tokens would bring on a collection in the time that is measured, now and then.
+        # Its lists of tokens would otherwise cause a collection within the measured time, now and then.
         gc.collect()
         request_id = self.add(prompt, max_tokens, logprobs)
         answer = self._running[request_id]
         while self._running:
-            # Read after the first token: not in the time that is measured, and before the blocks are freed.
+            # After the first token: outside the measured time, and before the blocks are freed.
             if answer.first and not answer.block_ids:
                 answer.block_ids = self._blocks_of(request_id)
             for _ in self.step():
@@ -208,11 +208,11 @@ class Engine:
         if internal is None:
             return []
         groups = self._scheduler.kv_cache_manager.get_block_ids(internal)
-        # A window's blocks behind it are block 0.
+        # vLLM has replaced a window's earlier blocks by block 0.
         return list(max(groups, key=lambda blocks: sum(map(bool, blocks))))
 
     def ask_all(self, prompts: list[list[int]], max_tokens: list[int]) -> list[Answer]:
-        """All requests at once."""
+        """Asks all requests at once."""
         ids = [self.add(prompt, tokens) for prompt, tokens in zip(prompts, max_tokens, strict=True)]
         answers: dict[str, Answer] = {}
         while self._running:
@@ -220,7 +220,7 @@ class Engine:
         return [answers[request_id] for request_id in ids]
 
     def on_hit(self, strike: Callable[[], None] | None) -> None:
-        """Calls `strike` whenever the connector has answered that it keeps a part of a prompt; None: no more."""
+        """Calls `strike` after each answer of the connector with a kept part of a prompt; None: no more."""
         connector = self._scheduler.connector
         vars(connector).pop("get_num_new_matched_tokens", None)
         if strike is None:
@@ -236,14 +236,14 @@ class Engine:
         connector.get_num_new_matched_tokens = answered
 
     def rest(self, rounds: int = REST_ROUNDS) -> None:
-        """Let saves end: pauses, and short requests for the connectors that need further steps for it."""
+        """Lets saves end: pauses, and short requests for connectors that need further steps."""
         for _ in range(rounds):
             time.sleep(REST_PAUSE_S)
             self._ask_short()
 
     def reset(self) -> None:
-        """Empty the device's own prefix cache; the connector's stays. A short request follows, in which Pillion looks at the
-        weights: `sample` measures that."""
+        """Empties the device's own prefix cache, but not the connector's cache. In the short request afterwards Pillion samples
+        the weights: `sample` measures that."""
         deadline = time.monotonic() + RESET_WATCHDOG_S
         while not self._engine.reset_prefix_cache(reset_connector=False):
             if time.monotonic() > deadline:
@@ -255,7 +255,7 @@ class Engine:
         self.ask(self.prompt(SHORT_PROMPT_TOKENS, seed=self._next_request), REST_TOKENS)
 
     def fragment(self) -> None:
-        """Scatter the free list: requests that fill one block each, over all blocks, which end in a random order.
+        """Scatters the free list: requests of one block each, over all blocks, end in a random order.
 
         vLLM puts blocks that were never filled back in front of its free list, where the next request takes the same ones.
         """
@@ -264,7 +264,7 @@ class Engine:
         self.ask_all([self.prompt(self.block_tokens + 1, seed=-1 - index) for index in range(self.blocks)], lengths)
 
     def layers(self) -> list[Any]:
-        """The attention layers that have KV."""
+        """The attention layers with KV."""
         layers = self._config.compilation_config.static_forward_context
         return [layer for layer in layers.values() if hasattr(layer, "kv_cache")]
 
@@ -272,16 +272,16 @@ class Engine:
         return [layer.kv_cache for layer in self.layers()]
 
     def spoil_block(self, block: int) -> None:
-        """Zero one block of every layer on the device, behind vLLM's back."""
+        """Zeroes one block of every layer on the device, without vLLM's knowledge."""
         for cache in self._kv_caches():
             cache.select(list(cache.shape).index(self.blocks), block).zero_()
 
     def spoil_layer(self) -> None:
-        """Zero the KV of the middle layer on the device, behind vLLM's back."""
+        """Zeroes the KV of the middle layer on the device, without vLLM's knowledge."""
         caches = self._kv_caches()
         caches[len(caches) // 2].zero_()
 
 
 def runs(block_ids: list[int]) -> int:
-    """Runs of consecutive ids: how many pieces a copy of these blocks has at least."""
+    """Runs of consecutive ids: the least number of pieces in a copy of these blocks."""
     return sum(1 for early, late in zip([-1, *block_ids], block_ids, strict=False) if late != early + 1 or early == -1)

@@ -1,9 +1,9 @@
-"""A load that fails: does the engine live, and does every request get its answer?
+"""A failed load: the engine must live, and every request must get its answer.
 
-The fault comes between the connector's answer, that a prompt is kept, and the load of it. `frozen`: what keeps the blocks
-stands still until the round's end. `killed`: it is gone. `reported`: vLLM's OffloadingConnector, which keeps them in the
-engine's own process, is told by its copies that they failed. An answer is right if it is that of the computed prompt, or that
-of a reload.
+The fault comes between the connector's answer for a kept prompt and the load of it. `frozen`: the process with the blocks is
+frozen until the round's end. `killed`: it is killed. `reported`: the copies of vLLM's OffloadingConnector, which keeps blocks
+in the engine's own process, report failures to it. An answer is right if it equals the answer of the computed prompt, or of a
+reload.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benches.gpu.ttft import engine_settings
 from testkit.waiting import Failed
 
 OUTPUT_TOKENS = 8
-# A step that takes longer hangs: then what was frozen goes on, so that the mode comes to its end.
+# A longer step hangs: then the frozen process is thawed, so the mode comes to its end.
 HANG_S = 40.0
 SERVERS = {"pillion": "serve", "pegaflow": "pegaflow._server"}
 
@@ -68,7 +68,7 @@ def _round(engine: Engine, prompts: list[list[int]], right: list[tuple[list[int]
             began = time.monotonic()
             answers.append(engine.ask(prompt, OUTPUT_TOKENS))
             longest = max(longest, time.monotonic() - began)
-    except Exception as error:  # whatever ends the engine
+    except Exception as error:  # any error ends the engine
         ended = f"{type(error).__name__}: {error}".strip()[:200]
     finally:
         fault.end()
@@ -87,7 +87,7 @@ def _round(engine: Engine, prompts: list[list[int]], right: list[tuple[list[int]
 
 @dataclasses.dataclass
 class _Fault:
-    """One fault of what a mode keeps blocks in."""
+    """One fault of the process with a mode's blocks."""
 
     kind: str
     mode: str
@@ -115,7 +115,7 @@ class _Fault:
         _signal(self.mode, signal.SIGCONT)
 
     def end(self) -> None:
-        """A server that was frozen goes on."""
+        """Thaws a frozen server."""
         if self._watchdog:
             self._watchdog.cancel()
         if self._undo:
@@ -123,7 +123,7 @@ class _Fault:
 
 
 def _signal(mode: str, number: int) -> None:
-    """To the server of a mode, a child of this process's parent, and to all that it started."""
+    """Sends a signal to the server of a mode, a child of this process's parent, and to the server's descendants."""
     family = [pid for pid in _children(os.getppid()) if SERVERS[mode] in _words(pid)]
     if not family:
         raise Failed(f"no server of {mode} is running")
@@ -142,7 +142,7 @@ def _words(pid: int) -> list[str]:
 
 
 def _report_failures() -> Callable[[], None]:
-    """The copies of vLLM's OffloadingConnector fail from now on, as they say; returns what ends that."""
+    """Makes the copies of vLLM's OffloadingConnector report failures from now on; returns the function that ends that."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     worker = get_kv_transfer_group().connector_worker.worker
@@ -152,7 +152,7 @@ def _report_failures() -> Callable[[], None]:
 
 
 def compare(raw: dict[str, Any], _reference: dict[str, Any]) -> dict[str, Any]:
-    """Whether the engine lives, and how its requests ended, over all rounds."""
+    """The end of the engine, if it ended, and the ends of its requests, over all rounds."""
     rounds = raw["rounds"]
     total = {key: sum(each[key] for each in rounds) for key in ("right", "wrong", "unanswered", "hung")}
     ended = next((f"{each['fault']}: {each['ended']}" for each in rounds if each["ended"]), None)

@@ -1,8 +1,8 @@
-"""First tokens that the router streams as soon as the prompt is computed, against those of the engine that computes it.
+"""First tokens streamed by the router right after the prompt is computed, against those of the prefill engine itself.
 
-Two `vllm serve`, on one GPU or two, with one sidecar, and `pillion route --first-token` before them. A client asks for prompts
-that nobody has computed, as token ids, and reads the answers' streams: by turns of the engine that computes, and of the router.
-What the router's first token takes longer is its cost; the gap behind that token is the hand-over's.
+Two `vllm serve`, on one GPU or two, with one sidecar, and `pillion route --first-token` before them. A client sends new prompts
+as token ids and reads the answers' streams, by turns from the prefill engine and from the router. The extra time of the
+router's first token is its cost; the gap behind that token is the time of the hand-over.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from testkit.server import fetch
 
 WARM_UPS, OUTPUT_TOKENS = 3, 16
 ANSWER_WATCHDOG_S = 60
-# The engine that computes has most of a prompt cached when it is asked again, and rounds the rest differently. Wrong KV: none.
+# The prefill engine has most of a prompt cached when it is asked again, and rounds the rest differently. With wrong KV no
+# answer is equal.
 EQUAL_LEAST = 0.5
 
 
@@ -34,7 +35,7 @@ def engine_settings(sizes: dict[str, int]) -> dict[str, Any]:
 
 
 def stream(url: str, model: Path, prompt: list[int]) -> tuple[list[float], str]:
-    """Milliseconds from the request to each event that has text, and the answer."""
+    """Milliseconds from the request to each event with text, and the answer."""
     fields = {"model": str(model), "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "temperature": 0, "ignore_eos": True}
     body = json.dumps(fields | {"stream": True}).encode()
     request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
@@ -49,7 +50,7 @@ def stream(url: str, model: Path, prompt: list[int]) -> tuple[list[float], str]:
 
 
 def run(bench: rig.Bench, options: argparse.Namespace, modes: list[str], folder: Path) -> rig.Results:
-    """The one mode that there is."""
+    """Runs the only mode."""
 
     def measure(mode: str, model: Path) -> dict[str, Any]:
         with contextlib.ExitStack() as stack:

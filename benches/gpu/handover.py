@@ -1,4 +1,4 @@
-"""Prefill here, decode there: first tokens at an engine D of prompts that an engine P computes, on one GPU or two.
+"""Prefill here, decode there: first tokens at an engine D of prompts computed by an engine P, on one GPU or two.
 
 Both are vLLM engines in processes of their own, at the same time. The KV goes from P to D through Pillion's sidecar, or with
 `--rival nixl` through vLLM's NixlConnector. This process is the router: it hands P's answer to D, or asks both at once. With
@@ -29,21 +29,21 @@ from testkit.sidecar import Sidecar
 from testkit.transfer import TO_ANSWER, TO_COMPUTE
 
 WARM_UPS = 2
-# vLLM's server sleeps so long after a step in which no request could go on.
+# The sleep of vLLM's server after a step in which no request could go on.
 PAUSE_S = 0.001
 # Steps of other sizes round differently: P computes a block's rest for its own answer, D one token.
 EQUAL_LEAST = 0.75
-# Answers from spoiled KV, and how many of them must be seen to be wrong: of one in some the few tokens stay the same.
+# Answers from spoiled KV, and the share that must be wrong: in some answers the few tokens stay the same.
 SPOILED, WRONG_SEEN_LEAST = 8, 0.5
 LENGTHS = ("short_tokens", "middle_tokens", "long_tokens")
-# A request that is answered beside what is measured: less than a block, and an answer of some seconds.
+# A request beside the measured ones: less than a block, and an answer of some seconds.
 BESIDE_PROMPT_TOKENS, BESIDE_TOKENS = 8, 240
 # How often as many prompts at once as requests run beside them.
 TOGETHER_ROUNDS = 4
 # How long whole parts of a hand-over waited until P went on with their step.
 ACCEPTANCE = "pillion_handover_duration_seconds"
 PART = "acceptance"
-# The parts of a record, in their order, as `pillion.records` has them. That module imports vLLM, which the router does without.
+# The parts of a record, in their order in `pillion.records`. The router does without that module, because it imports vLLM.
 PARTS = ("query", "producer", "waiting", "copy", "ready")
 
 FULL = {"short_tokens": 512, "middle_tokens": 1_790, "long_tokens": 7_070}
@@ -70,7 +70,7 @@ def engine_settings(sizes: dict[str, int]) -> dict[str, Any]:
 
 
 def serve(engine: Engine, _sizes: dict[str, int], options: argparse.Namespace, _reference: Any) -> dict[str, Any]:
-    """Do what the parent says, one command at a time, until it says `end`."""
+    """Obeys the parent's commands, one at a time, until `end`."""
     options.parent.tell({"block_tokens": engine.block_tokens})
     prompts: list[list[int]] = []
     busy = Busy(engine)
@@ -83,7 +83,7 @@ def serve(engine: Engine, _sizes: dict[str, int], options: argparse.Namespace, _
         if "make" in command:
             tokens, seed, count = command["make"]
             prompts = [engine.prompt(tokens, seed + number) for number in range(count)]
-            # Not in the time that is measured.
+            # Before the measured time.
             gc.collect()
             options.parent.tell("made")
         elif "spoil" in command:
@@ -98,7 +98,7 @@ def serve(engine: Engine, _sizes: dict[str, int], options: argparse.Namespace, _
 
 
 class Busy:
-    """An engine, and ordinary requests that it answers beside those that are asked for."""
+    """An engine with ordinary requests beside the measured ones."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -106,7 +106,7 @@ class Busy:
         self.beside: set[str] = set()
 
     def run(self, requests: int) -> None:
-        """So many run from now on, each followed by another one; with 0 those that run end."""
+        """Keeps `requests` ordinary requests running from now on, each followed by another one; with 0 the running ones end."""
         self._wanted = requests
         while len(self.beside) < requests:
             self._begin()
@@ -114,12 +114,12 @@ class Busy:
             self.step()
 
     def _begin(self) -> None:
-        # A prompt of less than a block is never found, and may be any.
+        # A prompt of less than a block is never found, so any will do.
         prompt = self._engine.prompt(BESIDE_PROMPT_TOKENS, seed=-1 - len(self.beside))
         self.beside.add(self._engine.add(prompt, BESIDE_TOKENS))
 
     def step(self) -> dict[str, Answer]:
-        """One step; the requests that it ended, without ordinary ones."""
+        """Plays one step; the requests that it ended, without ordinary ones."""
         ended = dict(self._engine.step())
         for request_id in self.beside & ended.keys():
             del ended[request_id]
@@ -129,7 +129,7 @@ class Busy:
         return ended
 
     def asked(self, prompts: list[list[int]], max_tokens: int, transfer: dict[str, Any] | None) -> list[Answer]:
-        """The answers to prompts that come at once, stepped as vLLM's server steps."""
+        """The answers to prompts sent at once, with steps as in vLLM's server."""
         ids = [self._engine.add(prompt, max_tokens, transfer=transfer) for prompt in prompts]
         answers: dict[str, Answer] = {}
         while len(answers) < len(ids):
@@ -152,45 +152,45 @@ class Side(rig.EngineProcess):
         self.limit_s = options.limit_s
 
     def do(self, **command: Any) -> Any:
-        """A command, and what comes of it."""
+        """Sends a command; its result."""
         self.tell(command)
         return self.hear(self.limit_s)
 
     def ask(self, max_tokens: int, transfer: dict[str, Any] | None = None) -> Any:
-        """The prompt that was made last, and the answer to it."""
+        """The answer to the prompt made last."""
         (answer,) = self.do(ask=max_tokens, transfer=transfer)
         return answer
 
 
 class Pair:
-    """P and D, and what they are asked. Every prompt is another one."""
+    """P and D with their requests. Every prompt is another one."""
 
     def __init__(self, p: Side, d: Side, keeper: Sidecar | None, receivers: list[collector.Collector]) -> None:
         self.p, self.d, self._keeper = p, d, keeper
-        # Of P's records and of D's, with `--trace`.
+        # The receivers of P's records and of D's, with `--trace`.
         self._receivers = receivers
         self._seed = 0
         # Milliseconds of each prompt asked at both at once, by the sidecar.
         self.handed_over: list[float] = []
-        # Of the last of them.
+        # The timeline of the last of them.
         self.timeline: dict[str, dict[str, float]] = {}
 
     def make(self, tokens: int, count: int = 1) -> None:
-        """Prompts that nobody has computed."""
+        """Makes prompts without KV in any engine."""
         for side in (self.p, self.d):
             side.do(make=[tokens, self._seed + 1, count])
         self._seed += count
 
     def first(self) -> tuple[float, Any]:
-        """P, and then D with what P answered: the time from P's request to D's first token, and D's answer."""
+        """Asks P, and then D with P's answer: the time from P's request to D's first token, and D's answer."""
         computed = self.p.ask(ONE_TOKEN, TO_COMPUTE)
-        # vLLM would report these, P's, as what D found.
+        # vLLM would report these tokens of P as found by D.
         computed["transfer"].pop("remote_prefill_cached_tokens", None)
         answer = self.d.ask(OUTPUT_TOKENS, computed["transfer"])
         return ms(computed["added"], answer["first"]), answer
 
     def at_once(self) -> tuple[float, Any]:
-        """Both at once: the same from the first of the two requests."""
+        """Asks both at once: the time from the first of the two requests, and D's answer."""
         before = self._durations()
         for receiver in self._receivers:
             receiver.spans.clear()
@@ -205,13 +205,13 @@ class Pair:
         return ms(min(computed["added"], answer["added"]), answer["first"]), answer
 
     def together(self) -> list[int]:
-        """Both are asked for all prompts at once; what D found of each."""
+        """Asks both for all prompts at once; the tokens found by D for each."""
         self.d.tell({"ask": OUTPUT_TOKENS, "transfer": TO_ANSWER})
         self.p.do(ask=ONE_TOKEN, transfer=TO_COMPUTE)
         return [answer["cached_tokens"] for answer in self.d.hear(self.d.limit_s)]
 
     def acceptance(self) -> dict[float, float]:
-        """Parts that waited for acceptance for so many seconds at most, by these; 0: the seconds of all."""
+        """The number of parts whose wait for acceptance was at most so many seconds, by these bounds; 0: the seconds of all."""
         page = (self._keeper.get("/metrics") or "") if self._keeper else ""
         found: dict[float, float] = {}
         for name, labels, value in metrics.SAMPLE.findall(page):
@@ -224,19 +224,19 @@ class Pair:
         return found
 
     def _durations(self) -> list[float]:
-        """How many prompts were handed over, and the seconds of all."""
+        """The number of prompts handed over, and the seconds of all."""
         return list(handover.durations(self._keeper)) if self._keeper else [0.0, 0.0]
 
 
 def ms(begun: float, end: float) -> float:
-    """The clock is one for all processes of a host."""
+    """Milliseconds between two times; one clock counts for all processes of a host."""
     return (end - begun) * 1e3
 
 
 def timeline(sides: dict[str, tuple[dict[str, Any], collector.Collector]]) -> dict[str, dict[str, float]]:
     """When both engines had the request, asked the cache and gave the first token, in milliseconds from the first request on.
 
-    Between the last two: how long each waited for what.
+    Between the last two: the length of each wait, by its reason.
     """
     begun = min(answer["added"] for answer, _ in sides.values())
     # Spans have the time of day.
@@ -288,7 +288,8 @@ def measured(pair: Pair, tokens: int, rounds: int, ways: list[str], block_tokens
 
 
 def waits(before: dict[float, float], after: dict[float, float]) -> dict[str, float | None]:
-    """Of the parts between two looks: how many, their mean, and bounds of the sidecar's histogram that half and 99 % keep."""
+    """Figures of the waits between two looks: their number, their mean, and the bounds of the sidecar's histogram above half
+    and above 99 % of them."""
     parts = {bound: after[bound] - before.get(bound, 0.0) for bound in sorted(after)}
     seconds, count = parts.pop(0.0), parts[float("inf")]
     if not count:
@@ -300,7 +301,7 @@ def waits(before: dict[float, float], after: dict[float, float]) -> dict[str, fl
 
 
 def beside(pair: Pair, options: argparse.Namespace) -> dict[str, Any]:
-    """How long parts wait for acceptance while ordinary requests run at both engines: prompts one by one, and at once."""
+    """The waits of parts for acceptance while ordinary requests run at both engines: prompts one by one, and at once."""
     running, middle = options.sizes["running"], options.sizes["middle_tokens"]
     for side in (pair.p, pair.d):
         side.do(beside=running)
@@ -335,7 +336,7 @@ def copy_ms(shape: dict[str, int], tokens: int, item_bytes: int) -> float:
 
 
 def wrong_seen(pair: Pair, tokens: int) -> float:
-    """The share of D's answers that are others without one layer of the KV that D loaded."""
+    """The share of D's answers that change without one layer of the loaded KV."""
     seen: list[bool] = []
     for _ in range(SPOILED):
         pair.make(tokens)
@@ -348,7 +349,7 @@ def wrong_seen(pair: Pair, tokens: int) -> float:
 
 @contextlib.contextmanager
 def transfers(mode: str, options: argparse.Namespace, folder: Path) -> Iterator[tuple[list[dict[str, Any]], Sidecar | None]]:
-    """`kv_transfer_config` of P and of D, and what they need beside them."""
+    """`kv_transfer_config` of P and of D, and the process beside them."""
     if mode == "nixl":
         yield [{"kv_connector": "NixlConnector", "kv_role": "kv_both"}] * 2, None
         return
@@ -357,7 +358,7 @@ def transfers(mode: str, options: argparse.Namespace, folder: Path) -> Iterator[
     with rig.sidecar(folder, options, gib, options.logs / "pillion-serve.log") as keeper:
         p, d = (rig.pillion_transfer(keeper, options) for _ in range(2))
         if options.tiny:
-            # On a CPU an engine that copies itself loads nothing before everything is kept.
+            # On a CPU an engine with its own copies loads nothing before all blocks are kept.
             d["kv_connector_extra_config"]["pillion.copy"] = "sidecar"
         yield [p, d], keeper
         (options.logs / "pillion-metrics.txt").write_text(keeper.get("/metrics") or "")
@@ -365,7 +366,7 @@ def transfers(mode: str, options: argparse.Namespace, folder: Path) -> Iterator[
 
 def run_mode(mode: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Both engines of a mode, one started after the other, and all lengths."""
-    # A prompt that P has not computed has no answer of P's that NIXL could go by.
+    # NIXL needs P's answer, so P must have computed the prompt.
     ways = ["first"] if mode == "nixl" else ["first", "at_once"]
     with contextlib.ExitStack() as stack:
         configs, keeper = stack.enter_context(transfers(mode, options, folder))
@@ -401,12 +402,12 @@ def run_mode(mode: str, options: argparse.Namespace, folder: Path) -> dict[str, 
 
 
 def run(_bench: rig.Bench, options: argparse.Namespace, modes: list[str], folder: Path) -> rig.Results:
-    """Every mode in turn; one that fails is said and the others go on."""
+    """Runs every mode in turn; a failed mode is reported, and the others go on."""
     return rig.each_mode(modes, lambda mode: run_mode(mode, options, folder))
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Of this benchmark alone."""
+    """Options of this benchmark alone."""
     rig.cards(parser)
     parser.add_argument("--trace", action="store_true", help="print what both engines' records say of a prompt")
 

@@ -1,8 +1,8 @@
-"""Prompts that share long beginnings, asked of `vllm serve` over HTTP by `vllm bench serve`, vLLM's own client.
+"""Prompts with common long beginnings, sent to `vllm serve` over HTTP by `vllm bench serve`, vLLM's own client.
 
 The client's dataset is `prefix_repetition`: `prefixes` beginnings of `prefix_tokens`, each with several endings of
-`suffix_tokens`, in a random order, `rate` requests a second. Engine, HTTP server and client are processes of their own.
-The weights are vLLM's dummy ones: times are measured, answers are not compared.
+`suffix_tokens`, in a random order, `rate` requests a second. Engine, HTTP server and client are processes of their own. The
+weights are vLLM's dummy ones: times are measured, answers are not compared.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ SIZES = {
     },
 }  # fmt: skip
 UNKNOWN = "a-word-unknown"
-# A server or client that hangs is ended after so long.
+# The watchdogs of a server's start and of a client.
 START_WATCHDOG_S = 300
 CLIENT_WATCHDOG_S = 300
 # `vllm serve` and `vllm bench serve`; vLLM's CPU build has them without the command `vllm`.
 SERVE = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
-# The command `vllm serve`, without which vLLM's front end in Rust cannot be had; vLLM's CPU build lacks both.
+# The command `vllm serve`, needed for vLLM's front end in Rust; vLLM's CPU build lacks both.
 COMMAND = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")
 CLIENT = (
     sys.executable,
@@ -61,7 +61,7 @@ DATASET = {
     "suffix-len": "suffix_tokens",
     "output-len": "output_tokens",
 }
-# Counters of vLLM's own /metrics: prompt tokens, and those that its cache and its connector found.
+# Counters of vLLM's own /metrics: prompt tokens, and the hits of its cache and of its connector.
 COUNTERS = {
     "asked": "vllm:prefix_cache_queries_total",
     "device": "vllm:prefix_cache_hits_total",
@@ -75,7 +75,7 @@ def write_tokenizer(model: Path, vocabulary: int) -> None:
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
 
-    # vLLM refuses a text of more letters than its tokens could have, by the longest word: a space must count as one, too.
+    # vLLM refuses a text with more letters than its tokens could have, by the longest word: a space must count as one, too.
     words = {UNKNOWN: 0} | {f"w{token}": token for token in range(1, vocabulary)}
     tokenizer = Tokenizer(WordLevel(words, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = WhitespaceSplit()
@@ -94,7 +94,7 @@ def engine_settings(sizes: dict[str, int]) -> dict[str, Any]:
     }
 
 
-# What a mode's servers are started for: the mode, and the model's folder.
+# The measurement of a started mode: its arguments are the mode, and the model's folder.
 Measure = Callable[[str, Path], dict[str, Any]]
 
 
@@ -114,7 +114,7 @@ def run(bench: rig.Bench, options: argparse.Namespace, modes: list[str], folder:
 
 
 def run_modes(options: argparse.Namespace, modes: list[str], folder: Path, measure: Measure) -> rig.Results:
-    """Every mode in turn; one that fails is said and the others go on."""
+    """Runs every mode in turn; a failed mode is reported, and the others go on."""
     model = options.model_folder
     write_tokenizer(model, rig.shape(options)["vocab_size"])
     options.path = [weights.write_plugin(folder / "plugin"), rig.ROOT]
@@ -130,7 +130,7 @@ def serving(mode: str, model: Path, settings: dict[str, Any], options: argparse.
 
 
 def start(mode: str, model: Path, settings: dict[str, Any], options: argparse.Namespace) -> tuple[Server, str]:
-    """`vllm serve`, which is not ready yet, and its address."""
+    """`vllm serve`, still starting, and its address."""
     url = f"http://127.0.0.1:{free_port()}"
     serve = COMMAND if options.sizes.get("rust_frontend") else SERVE
     command = [*environment(options, mode), *serve, "--model", str(model), "--port", url.rpartition(":")[2]]
@@ -171,7 +171,7 @@ def client(url: str, model: Path, options: argparse.Namespace, result: Path, dat
 
 
 def figures(raw: dict[str, Any]) -> dict[str, Any]:
-    """The client's figures that are reported: times in milliseconds, and requests a second."""
+    """The reported figures of the client: times in milliseconds, and requests a second."""
     names = ("mean_ttft_ms", "p50_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "p99_itl_ms", "mean_e2el_ms")
     report: dict[str, Any] = {name: round(raw[name], 1) for name in names}
     report |= {"requests_s": round(raw["request_throughput"], 2), "completed": raw["completed"]}
@@ -179,7 +179,7 @@ def figures(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def found(url: str) -> dict[str, float]:
-    """Shares of all prompt tokens that the device's cache and the connector had."""
+    """The hits of the device's cache and of the connector, as shares of all prompt tokens."""
     page = metrics.totals(fetch(f"{url}/metrics") or "")
     counts = {name: page.get(counter, 0) for name, counter in COUNTERS.items()}
     return {f"found_{name}": round(counts[name] / max(1, counts["asked"]), 4) for name in ("device", "connector")}

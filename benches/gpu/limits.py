@@ -1,7 +1,7 @@
-"""The standing check's limits: how far apart right KV lies, and wrong KV.
+"""The standing check's limits: the distance of right KV, and of wrong KV, from the same KV computed again.
 
 One engine a case, several side by side: they are not timed. Each prints its JSON lines as soon as it has them (`recomputed.py`
-says what is in them); the last line sums up: by case, the most of right KV, and of each kind of wrong KV the least.
+explains them); the last line sums up: by case, the largest distance of right KV, and the smallest of each kind of wrong KV.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ GRAPH_SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """How much of it."""
+    """Sizes of the measurement."""
 
     prompts: int
     prompt_tokens: int
-    # Of requests whose decoded tokens are compared.
+    # Requests with compared decoded tokens.
     outputs: int
-    # Prompts of comparisons with wrong KV and with other engines'.
+    # Prompts of comparisons with wrong KV and with other engines.
     some: int
-    # Checks that are a step of their own, at most.
+    # The most checks that are a step of their own.
     checks_alone: int
     beside: int
-    # Of 16-bit KV.
+    # The size of 16-bit KV.
     kv_mib: int
 
 
@@ -68,7 +68,7 @@ QUICK_SIZE = Size(prompts=2, prompt_tokens=512, outputs=160, some=2, checks_alon
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One engine. Cases of one `reference` run the same model; the case of that name keeps its KV for the others."""
+    """One engine. Cases of one `reference` run the same model; the case with that name keeps its KV for the others."""
 
     name: str
     model: Literal["8b", "deep", "small", "tiny"] = "8b"
@@ -81,7 +81,7 @@ class Case:
     wrong: bool = False
     reference: str = ""
     block_tokens: int = rig.BLOCK_TOKENS
-    # Of the device's memory: weights, KV and the rest.
+    # GiB of the device's memory: weights, KV and the rest.
     gib: int = 26
     quick: bool = False
 
@@ -91,15 +91,15 @@ class Case:
         return dataclasses.replace(QUICK_SIZE, kv_mib=size.kv_mib) if self.quick else size
 
     def on_cpu(self) -> bool:
-        """Whether it is one of vLLM's CPU build."""
+        """True for vLLM's CPU build."""
         return self.backend == "CPU"
 
     def shape(self) -> dict[str, int]:
-        """The model."""
+        """The model's shape."""
         return SHAPES[self.model]
 
     def arguments(self) -> dict[str, Any]:
-        """vLLM's."""
+        """vLLM's arguments."""
         size, wide = self.size(), self.dtype == "float32"
         arguments: dict[str, Any] = {
             "dtype": self.dtype,
@@ -124,7 +124,7 @@ class Case:
         return rig.plain_environment(self.on_cpu()) | {"VLLM_USE_V2_MODEL_RUNNER": str(self.runner - 1)}
 
 
-# What others are compared with goes first; what may fail on a machine, last.
+# References of other cases come first; cases that may fail on a machine come last.
 CASES = [
     Case("8b bf16", wrong=True, reference="8b bf16"),
     Case("8b fp8", kv_dtype="fp8", wrong=True, reference="8b fp8"),
@@ -182,26 +182,26 @@ class Running:
         self._said = 0
 
     def new_lines(self) -> list[str]:
-        """What it has found since the last call."""
+        """The lines found since the last call."""
         text = self._lines.read_text()
         lines = text[: text.rfind("\n") + 1].splitlines()[self._said :]
         self._said += len(lines)
         return lines
 
     def ended(self, limit_s: float) -> int | None:
-        """Its exit status, once it has ended; a process that takes too long is ended."""
+        """Its exit status, or None while it runs; kills a process that takes too long."""
         if self._process.poll() is None and time.monotonic() - self.begun > limit_s:
             self.kill()
         return self._process.poll()
 
     def kill(self) -> None:
-        """End it."""
+        """Kills the process."""
         self._process.kill()
         self._process.wait()
 
 
 def run(cases: list[Case], options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Every case; how each ended, and what it found in short."""
+    """Runs every case; the end of each, and a summary of its findings."""
     for model in {case.model for case in cases}:
         if not (folder / model).exists():
             models.write(folder / model, SHAPES[model])
@@ -230,7 +230,7 @@ def run(cases: list[Case], options: argparse.Namespace, folder: Path) -> dict[st
 
 
 def add(result: dict[str, Any], line: dict[str, Any]) -> None:
-    """The most of right KV, and the least of each wrong."""
+    """Adds a line: the largest distance of right KV, and the smallest of each wrong one."""
     if "kept" in line:
         result["right"] = max(result["right"], line["rms"]["max"])
     elif "wrong" in line:
@@ -238,13 +238,13 @@ def add(result: dict[str, Any], line: dict[str, Any]) -> None:
 
 
 def has_room(case: Case, running: list[Running], options: argparse.Namespace) -> bool:
-    """Whether it fits beside those that run."""
+    """True if the case fits beside the running ones."""
     fits: bool = sum(one.case.gib for one in running) + case.gib <= options.gib
     return fits and len(running) < options.at_once
 
 
 def has_reference(case: Case, cases: list[Case], results: dict[str, Any], folder: Path) -> bool:
-    """Whether what it is compared with is there, or will not be."""
+    """True if the KV to compare with exists, or never will."""
     awaited = {other.name for other in cases if "status" not in results.get(other.name, {})} - {case.name}
     return case.reference not in awaited or (folder / f"{case.reference}.pt").exists()
 

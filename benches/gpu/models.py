@@ -1,4 +1,4 @@
-"""The shapes of the models that are measured, and a config.json of each: the weights are made on the device."""
+"""The shapes of the measured models, and a config.json of each: the weights are made on the device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHAPES = {
         "sliding_window": 128,
     },
 }
-# Sizes of a model that vLLM's CPU build runs in seconds.
+# Sizes of a model that runs in vLLM's CPU build in seconds.
 TINY = {
     "hidden_size": 128,
     "intermediate_size": 256,

@@ -1,9 +1,9 @@
-"""Conversations whose KV outgrows the device: output rate, first tokens of later turns, gaps between tokens.
+"""Conversations with more KV than the device holds: output rate, first tokens of later turns, gaps between tokens.
 
-All conversations share their first tokens; each turn adds new ones and is answered. So many requests are in flight, and a
-conversation's next turn waits behind every other conversation's, so its KV has left the device by then. Every mode is given
-the same histories, those that the first mode's answers made; so each answer can be compared with the first mode's. Where a
-step's batch differs, rounding does too: equal answers are then a share, not a promise (`--invariant` makes them one).
+All conversations share their first tokens; each turn adds new ones and is answered. `at_once` requests are in flight, and a
+conversation's next turn waits behind every other conversation, so its KV has left the device by then. Every mode is given the
+same histories, made of the first mode's answers, so each answer can be compared with the first mode. If a step's batch differs,
+rounding does too: equal answers are then a share, not a promise (`--invariant` makes them one).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from benches import harness
 from benches.gpu import rig
 from benches.gpu.engine import Answer, Engine
 
-# 24 x (2,048 + 6 x 1,088) tokens less what is shared are a working set of 10,000 blocks of 16; the device holds 4,096
-# (kv_mib: of 2 MiB), which from the fifth turn on is less than what is in flight. roomy_mib: everything. batched_tokens: what
-# `vllm serve` takes on such a GPU; vLLM's LLM class takes 16,384.
+# 24 x (2,048 + 6 x 1,088) tokens less the shared ones are a working set of 10,000 blocks of 16; the device holds 4,096 (kv_mib:
+# of 2 MiB), from the fifth turn on less than the requests in flight. roomy_mib: everything. batched_tokens: the default of
+# `vllm serve` on such a GPU; vLLM's LLM class has 16,384.
 SIZES = {
     "full": {
         "conversations": 24, "turns": 6, "shared": 2048, "new": 1024, "output": 64,
@@ -37,7 +37,7 @@ SIZES = {
 }  # fmt: skip
 SHARED_SEED = 10_000_000
 WARM_SEED = 20_000_000
-# A step that decodes takes some 7 ms; one that computes a prompt as well, more than this.
+# A decode step takes some 7 ms; one with a prompt takes more than this.
 LONG_GAP_MS = 25.0
 LATE = 10
 
@@ -48,7 +48,7 @@ def longest(sizes: dict[str, int]) -> int:
 
 
 def engine_settings(sizes: dict[str, int]) -> dict[str, Any]:
-    """vLLM's arguments: a device that holds a part of the working set."""
+    """vLLM's arguments: a device with room for a part of the working set."""
     return {
         "kv_cache_memory_bytes": sizes["kv_mib"] << 20,
         "max_model_len": longest(sizes) + 64,
@@ -58,7 +58,7 @@ def engine_settings(sizes: dict[str, int]) -> dict[str, Any]:
 
 
 class Conversations:
-    """What is asked next, and what was answered."""
+    """The next turns, and the answers so far."""
 
     def __init__(self, engine: Engine, sizes: dict[str, int], reference: list[list[list[int]]] | None) -> None:
         self._engine = engine
@@ -71,14 +71,14 @@ class Conversations:
         self._asked: dict[str, int] = {}
 
     def ask(self) -> None:
-        """The next turn of the conversation that has waited longest."""
+        """Sends the next turn of the conversation that has waited longest."""
         number = self.waiting.popleft()
         turn = len(self.answers[number])
         self._histories[number] += self._engine.prompt(self._sizes["new"], number * 1000 + turn)
         self._asked[self._engine.add(self._histories[number], self._sizes["output"])] = number
 
     def note(self, request_id: str, answer: Answer) -> None:
-        """An answer; its conversation waits for its next turn, if it has one."""
+        """Takes an answer; its conversation waits for its next turn, if it has one."""
         number = self._asked.pop(request_id)
         turn = len(self.answers[number])
         self.answers[number].append(answer)
@@ -88,7 +88,7 @@ class Conversations:
 
 
 def measure(engine: Engine, sizes: dict[str, int], options: argparse.Namespace, reference: Any) -> dict[str, Any]:
-    """Every turn of every conversation, so many at once."""
+    """Plays every turn of every conversation, `at_once` at a time."""
     prompts = [engine.prompt(sizes["new"], WARM_SEED + index) for index in range(sizes["at_once"])]
     rig.warm_up(engine, prompts, sizes["output"], options.mode)
     conversations = Conversations(engine, sizes, reference["tokens"] if reference else None)
@@ -134,7 +134,7 @@ def requested(answer: Answer, begun: float, conversation: int, turn: int) -> dic
 
 
 def compare(raw: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
-    """The figures of a mode, and how many of its answers are the first mode's."""
+    """The figures of a mode, and the share of its answers equal to those of the first mode."""
     mine = [tokens for turns in raw["tokens"] for tokens in turns]
     theirs = [tokens for turns in reference["tokens"] for tokens in turns]
     waited = [request["waited_ms"] for request in raw["requests"] if request["turn"]]
@@ -159,13 +159,13 @@ def compare(raw: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
 
 
 def long_gaps(gaps_ms: list[float]) -> dict[str, float]:
-    """Of the times between tokens, those in which something else than decoding was done as well."""
+    """Figures of the gaps between tokens with other work than decoding."""
     long = [gap for gap in gaps_ms if gap > LONG_GAP_MS]
     return {"count": len(long), "share": round(len(long) / len(gaps_ms), 4), "mean_ms": round(statistics.fmean(long or [0]), 1)}
 
 
 def late(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The later turns whose first tokens took longest: how much of it they waited, what they computed."""
+    """The later turns with the latest first tokens: their waits, and their computed tokens."""
     later = sorted((request for request in requests if request["turn"]), key=lambda request: -request["ttft_ms"])
     kept = ("turn", "added_ms", "waited_ms", "ttft_ms", "found", "tokens")
     return [{key: request[key] for key in kept} for request in later[:LATE]]

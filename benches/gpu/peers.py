@@ -1,9 +1,9 @@
-"""First token of a long prompt whose KV another sidecar holds, over TCP on loopback.
+"""First token of a long prompt with its KV at another sidecar, over TCP on loopback.
 
-An engine computes the prompts and ends; its sidecar stays. Then a second engine with a sidecar of its own asks for each
-once: `early`, where blocks go on to the device while later ones are still on the wire (`kv_load_failure_policy` is
-`recompute`), and `whole`, where the wire comes first and the device after it (`fail`), each with a sidecar that has nothing
-yet. The same prompt from the own sidecar's memory afterwards is the scale. All on one GPU, one engine at a time.
+An engine computes the prompts and ends; its sidecar stays. Then a second engine with a sidecar of its own asks for each once:
+in `early` blocks go on to the device while later ones are still on the wire (`kv_load_failure_policy` is `recompute`), and in
+`whole` the wire comes first and the device after it (`fail`), each with an empty sidecar. The same prompt from the own
+sidecar's memory afterwards is the scale. All on one GPU, one engine at a time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from testkit.ports import free_port
 from testkit.sidecar import Sidecar
 from testkit.waiting import Failed
 
-# Modes, with what vLLM does about a load that fails. What the others ask for is computed by the first.
+# Modes, with vLLM's policy for a failed load. The first one computes the prompts of the others.
 POLICIES = {"owner": "recompute", "early": "recompute", "whole": "fail"}
 METRICS = ("pillion_query_early_answers_total", "pillion_mesh_fetched_blocks_total", "pillion_mesh_faults_total")
 
@@ -45,7 +45,7 @@ def measure(engine: Engine, sizes: dict[str, int], _options: argparse.Namespace,
 
 
 def answered(answers: list[Answer]) -> dict[str, list[Any]]:
-    """What is kept of answers, the warm-up's left out."""
+    """The recorded parts of answers, without the warm-up."""
     timed = answers[1:]
     return {
         "ttft_ms": [answer.ttft_ms for answer in timed],
@@ -72,7 +72,7 @@ def compare(raw: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(_bench: rig.Bench, options: argparse.Namespace, _modes: list[str], folder: Path) -> rig.Results:
-    """The owner, then each other mode beside the owner's sidecar."""
+    """Runs the owner, then each other mode beside the owner's sidecar."""
     children = {mode: rig.EngineProcess("peers", mode, options, options.logs / f"peers-{mode}.log") for mode in POLICIES}
     owner, reader = (f"127.0.0.1:{free_port()}" for _ in range(2))
     results: rig.Results = {}

@@ -1,8 +1,8 @@
 """Bytes a second of saves and loads, against plain copies of page-locked memory, in every form a block can have.
 
-No vLLM: this process is an engine of two sessions whose KV is a torch tensor, beside a real `pillion serve`. A save is timed
-from its post to the end that the scheduler's session sees, a load from its post until the engine's stream goes on behind it.
-What was loaded is compared with what was saved, every time.
+No vLLM: this process is an engine of two sessions with a torch tensor as KV, beside a real `pillion serve`. A save is timed
+from its post to its end in the scheduler's session, a load from its post until the engine's stream goes on behind it. Loaded
+bytes are compared with the saved ones, every time.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ POOL_EXTRA_BYTES = 256 << 20
 
 
 class Engine(Sessions):
-    """KV memory of one form, and a stream on which nothing is computed."""
+    """KV memory of one form, and a stream without computation."""
 
     def __init__(self, socket: Path, form: str, blocks: int) -> None:
         layers, outermost = FORMS[form]
@@ -69,14 +69,14 @@ class Engine(Sessions):
         )
 
     def transfer(self, save: tuple[list[bytes], list[int]], load: tuple[list[bytes], list[int]]) -> tuple[float, float]:
-        """Saves some blocks and loads others, at once; seconds of each. One without keys is not done."""
+        """Saves some blocks and loads others, at once; seconds of each. One without keys is left out."""
         before = self.scheduler.stats()["blocks_committed"]
         saving, loading = self.log(save[0]), self.log(load[0])
         if load[0]:
             wait_for(lambda: self.scheduler.query(loading, 0, len(load[0])) == len(load[0]), "keys that are kept", WATCHDOG_S)
         begun = time.perf_counter()
         if save[0]:
-            # A step of its own: the save waits for its end, and the step that loads ends behind the load.
+            # A step of its own: the save waits for its end, and the loading step ends behind the load.
             assert self.scheduler.save(saving, 0, save[1], self.next_step), "no room for the save"
             with self.step():
                 pass
@@ -97,7 +97,7 @@ class Engine(Sessions):
         return ends["save"], ends["load"]
 
     def same(self, left: list[int], right: list[int]) -> bool:
-        """Whether blocks hold the same bytes; then those on the right are spoiled, for the next time."""
+        """True if blocks hold the same bytes; then those on the right are spoiled, for the next time."""
         at = torch.tensor(right, device="cuda")
         equal = bool(torch.equal(self._blocks[torch.tensor(left, device="cuda")], self._blocks[at]))
         self._blocks[at] = 0
@@ -111,14 +111,14 @@ class Bench:
     def __init__(self, engine: Engine, transfer_blocks: int, blocks: int, samples: int) -> None:
         self._engine = engine
         self._count, self._samples = transfer_blocks, samples
-        # Of each kind: what is saved, and what is loaded over. Block 0 is vLLM's own.
+        # For each order: the saved blocks, then the loaded ones. Block 0 belongs to vLLM.
         ids = list(range(1, 1 + 2 * transfer_blocks))
         shuffled = random.Random(1).sample(range(1, blocks), 2 * transfer_blocks)
         self.orders = {"consecutive": ids, "shuffled": shuffled}
         self._next_key = 0
 
     def keys(self) -> list[bytes]:
-        """Keys that nothing has."""
+        """Unused keys."""
         first, self._next_key = self._next_key, self._next_key + self._count
         return [hashlib.sha256(number.to_bytes(8, "little")).digest() for number in range(first, self._next_key)]
 
@@ -138,7 +138,7 @@ class Bench:
         return {name: [self._count * BLOCK_BYTES / took / 1e9 for took in samples[1:]] for name, samples in seconds.items()}
 
     def keep_going(self, ids: list[int]) -> Callable[[], int]:
-        """A function that saves, and loads what was saved before, and says how many bytes that were."""
+        """A function that saves, loads the save before, and returns the number of bytes."""
         source, target = ids[: self._count], ids[self._count :]
         kept = [self.keys()]
         self._engine.transfer((kept[0], source), ([], []))
@@ -189,7 +189,7 @@ def until(begun: float, conditions: dict[str, Callable[[], bool]]) -> Iterator[t
 
 @contextlib.contextmanager
 def served(options: argparse.Namespace, gib: int, *more: str) -> Iterator[Path]:
-    """A sidecar whose whole pool is page-locked; yields its socket."""
+    """A sidecar with a page-locked pool; yields its socket."""
     with (
         tempfile.TemporaryDirectory(prefix="pillion-raw-") as folder,
         rig.sidecar(Path(folder), options, gib, Path(folder) / "serve.log", *more) as keeper,
@@ -207,7 +207,7 @@ def served(options: argparse.Namespace, gib: int, *more: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def huge_pages(gib: int) -> Iterator[Path]:
-    """A mount of huge pages, as many as a pool of this size needs. OSError says why not."""
+    """A mount with enough huge pages for a pool of this size. An OSError has the reason if there is none."""
     if not gib:
         raise OSError("not at this scale")
     before = HUGE_PAGES.read_text()
@@ -217,7 +217,7 @@ def huge_pages(gib: int) -> Iterator[Path]:
             HUGE_PAGES.write_text(str(int(before) + wanted))
             if int(HUGE_PAGES.read_text()) < int(before) + wanted:
                 raise OSError(f"{HUGE_PAGES}: {HUGE_PAGES.read_text().strip()} pages instead of {int(before) + wanted}")
-            # Without a size such a mount does not tell how much room it has.
+            # A mount without a size does not state its room.
             command = ["mount", "-t", "hugetlbfs", "-o", f"size={wanted * HUGE_PAGE_BYTES}", "none", folder]
             mounted = subprocess.run(command, capture_output=True, text=True, check=False)
             if mounted.returncode != 0:
@@ -232,13 +232,13 @@ def huge_pages(gib: int) -> Iterator[Path]:
 
 
 def ratios(name: str, rates: dict[str, list[float]], reference: dict[str, list[float]]) -> dict[str, float]:
-    """Medians, as parts of the reference's."""
+    """Medians, as parts of the reference medians."""
     medians = {way: harness.spread(samples)["median"] for way, samples in rates.items()}
     return {f"{way}_ratio_{name}": round(medians[way] / harness.spread(reference[way])["median"], 3) for way in rates}
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """The whole matrix."""
+    """Measures the whole matrix."""
     count, blocks, samples, gib, huge_gib = SCALES[options.scale]
     result: dict[str, Any] = {}
     with served(options, gib) as socket:
@@ -273,7 +273,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """One JSON line last."""
+    """Prints one JSON line last."""
     parser = harness.parser(__doc__)
     harness.add_sidecar(parser)
     harness.add_scale(parser)

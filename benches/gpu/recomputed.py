@@ -1,11 +1,11 @@
-"""How far KV lies from the same KV computed again, and from wrong KV: one engine's part of `gpu/limits`.
+"""The distance of KV from the same KV computed again, and from wrong KV: one engine's part of `gpu/limits`.
 
 Prompts are computed and their blocks kept. Then, for many ends of a hit, the last 64 tokens before the end are computed again
-behind the kept blocks of the tokens before, as a standing check has it done, and compared with the kept ones, in the
-engine's own memory. A layer's rms is sqrt(sum (kept - computed)^2 / sum kept^2); a check's is that of its worst layer.
-For wrong KV, the kept blocks are overwritten with those of a model that was changed for a while.
+behind the kept blocks of the tokens before, as a standing check has it done, and compared with the kept ones, in the engine's
+own memory. A layer's rms is sqrt(sum (kept - computed)^2 / sum kept^2); the rms of a check is that of its worst layer. For
+wrong KV, the kept blocks are overwritten with blocks of a model changed for a while.
 
-A line's `rms` is over checks, `rms_of_a_block` over their blocks; `equal_blocks` is the share of those that are bit-equal.
+A line's `rms` is over checks, `rms_of_a_block` over their blocks; `equal_blocks` is the share of bit-equal blocks.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from benches.gpu.engine import Engine
 from testkit.child import Parent
 
 CHECK_TOKENS = 64
-# What a prompt goes on with behind the hit: nearly nothing, a short question, a longer one.
+# The tokens after the hit: nearly none, a short question, a longer one.
 TAILS = (1, 17, 200)
 # Checks of one step.
 TOGETHER = 8
-# Requests that decode beside those that are measured.
+# Decoding requests beside the measured ones.
 BESIDE = 8
 BESIDE_TOKENS = 24
 SCALE_BYTES = 4
@@ -49,13 +49,13 @@ class Computed:
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """A sequence whose blocks are compared with what is computed again, from a token on."""
+    """A sequence with kept blocks, to be compared from the token `begin` on."""
 
     sequence: Computed
     begin: int
 
     def ends(self) -> range:
-        """Where hits end: after whole checks, each behind at least as many tokens."""
+        """The ends of hits: after whole checks, each behind at least as many tokens."""
         begin = max(CHECK_TOKENS, -(-self.begin // CHECK_TOKENS) * CHECK_TOKENS)
         # The last token's KV is not computed.
         return range((len(self.sequence.tokens) - 1) // CHECK_TOKENS * CHECK_TOKENS, begin, -CHECK_TOKENS)
@@ -70,7 +70,7 @@ class Check:
 
 
 class Recomputing(Engine):
-    """An engine whose requests may find less than there is in its prefix cache, and tell which blocks they had."""
+    """An engine with an upper limit for a request's hit in its prefix cache; it records the blocks of requests."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -98,7 +98,7 @@ class Recomputing(Engine):
         scheduler._free_request_blocks = free_noted
 
     def compute(self, prompts: list[list[int]], outputs: int = 1, found_max: list[int] | None = None) -> list[Computed]:
-        """Requests at once, each of which finds so many tokens in the prefix cache at most."""
+        """Computes requests at once; each finds at most so many tokens in the prefix cache."""
         ids = []
         for number, prompt in enumerate(prompts):
             ids.append(self.add(prompt, outputs))
@@ -113,7 +113,7 @@ class Recomputing(Engine):
 
     @contextlib.contextmanager
     def at_most(self, tokens: int) -> Iterator[None]:
-        """Steps of so many tokens at most."""
+        """Within this block steps have at most so many tokens."""
         given = self._scheduler.max_num_scheduled_tokens
         self._scheduler.max_num_scheduled_tokens = min(tokens, given)
         yield
@@ -121,7 +121,7 @@ class Recomputing(Engine):
 
     @contextlib.contextmanager
     def decoding_beside(self, tokens: int) -> Iterator[None]:
-        """Requests that decode until they have so many tokens, or until what runs inside has ended."""
+        """Requests decode within this block, until they have `tokens` tokens or the block ends."""
         added = [self.add(self.prompt(BESIDE_TOKENS, seed=-1 - number), tokens) for number in range(BESIDE)]
         for _ in range(3):
             self.step()
@@ -134,7 +134,7 @@ class Recomputing(Engine):
 
     @contextlib.contextmanager
     def holding(self, kept: list[Kept]) -> Iterator[None]:
-        """Kept blocks are not reused."""
+        """Within this block kept blocks are not reused."""
         pool = self._scheduler.kv_cache_manager.block_pool
         blocks = [pool.blocks[block] for one in kept for block in one.sequence.blocks]
         pool.touch(blocks)
@@ -143,7 +143,7 @@ class Recomputing(Engine):
         self.reset()
 
     def change(self, use: Callable[[torch.nn.Module], Any]) -> Any:
-        """What a function makes of the loaded model."""
+        """The result of a function of the loaded model."""
         return self._llm.apply_model(use)[0]
 
     def pages(self, blocks: list[int]) -> list[torch.Tensor]:
@@ -157,7 +157,7 @@ class Recomputing(Engine):
         return pages.view(self._kv_caches()[0].dtype)
 
     def overwrite(self, blocks: list[int], pages: list[torch.Tensor]) -> None:
-        """Put other bytes into blocks, behind vLLM's back."""
+        """Writes other bytes into blocks, without vLLM's knowledge."""
         with torch.inference_mode():
             for cache, page in zip(self._kv_caches(), pages, strict=True):
                 places = torch.tensor(blocks, device=cache.device)
@@ -193,7 +193,7 @@ class Measurement:
         self._prompts = [engine.prompt(self._size.prompt_tokens, seed) for seed in range(self._size.prompts)]
 
     def right(self) -> None:
-        """KV computed in one way, against KV computed again in another."""
+        """Compares KV computed in one way with KV computed again in another."""
         prompts, engine = self._prompts, self._engine
         short = [prompt[: self._size.prompt_tokens // 4] for prompt in prompts]
         ways: dict[str, Callable[[], list[Kept]]] = {
@@ -214,7 +214,7 @@ class Measurement:
             return [Kept(self._engine.compute([prompt])[0], 0) for prompt in self._prompts]
 
     def wrong(self) -> None:
-        """Kept blocks of a changed model, against those that the right one computes behind them."""
+        """Compares kept blocks of a changed model with blocks that the right one computes behind them."""
         model = self._engine.change(lambda module: wrong.Model(module, self._engine.shape, self._case.calm))
         for name, way in wrong.ways(model, fp8=self._case.kv_dtype in FP8).items():
             with way():
@@ -232,13 +232,13 @@ class Measurement:
         self._against(self._pages(), {"wrong": "nothing, as a control"})
 
     def keep(self, file: Path) -> None:
-        """This engine's KV, for `others` of another one."""
+        """Writes this engine's KV to a file, for `others` of another one."""
         part = file.with_suffix(".part")
         torch.save([page.cpu() for page in self._pages()], part)
         part.rename(file)
 
     def others(self, file: Path) -> None:
-        """Kept blocks of another engine of the same model, which ran in another way."""
+        """Compares kept blocks of another engine of the same model, which ran in another way."""
         self._against(torch.load(file), {"kept": f"by {self._case.reference}"})
 
     def _some(self) -> list[Kept]:
@@ -254,14 +254,14 @@ class Measurement:
         return self._engine.pages(self._blocks(self._some()))
 
     def _against(self, pages: list[torch.Tensor], names: dict[str, str]) -> None:
-        """What the right model computes behind given blocks, against them."""
+        """Compares given blocks with those that the right model computes behind them."""
         kept = self._some()
         with self._engine.holding(kept):
             self._engine.overwrite(self._blocks(kept), pages)
             self._report({**names, "again": _again(TOGETHER)}, self._checks(kept, TOGETHER))
 
     def _checks(self, kept: list[Kept], together: int) -> list[dict[str, torch.Tensor]]:
-        """Of every end of every kept sequence; late ends first, so that nothing computed again lies in a later hit."""
+        """Checks every end of every kept sequence; late ends first, so no hit has blocks that were computed again."""
         places = [(one, end) for one in kept for end in one.ends()]
         if together == 1:
             places = places[:: max(1, len(places) // self._size.checks_alone)]
@@ -286,7 +286,7 @@ class Measurement:
         return checks
 
     def _compare(self, checks: list[Check]) -> dict[str, torch.Tensor]:
-        """Sums of squares, of the difference and of what was kept, and shares of bytes that differ: [check, block, layer]."""
+        """Sums of squares, of the difference and of the kept values, and shares of differing bytes: [check, block, layer]."""
         kept = self._engine.pages([block for check in checks for block in check.kept])
         computed = self._engine.pages([block for check in checks for block in check.computed])
         sums: dict[str, list[torch.Tensor]] = {"difference": [], "kept": [], "bytes": []}
@@ -331,7 +331,7 @@ def _layers(checks: torch.Tensor) -> dict[str, list[float]]:
 
 
 def _spread(samples: torch.Tensor) -> dict[str, float]:
-    """Least, middle, most and what lies between."""
+    """The least, the largest and percentiles."""
     ordered = samples.sort().values.tolist()
     parts = {"min": 0.0, "p1": 0.01, "p50": 0.5, "p99": 0.99, "p999": 0.999, "max": 1.0}
     return {name: _short(ordered[round((len(ordered) - 1) * part)]) for name, part in parts.items()}
@@ -342,7 +342,7 @@ def _short(value: float) -> float:
 
 
 def main() -> None:
-    """`recomputed.py CASE FOLDER`: be the engine of a case; what is kept for other cases lies in the folder."""
+    """`recomputed.py CASE FOLDER`: runs the engine of a case; the folder has the KV kept for other cases."""
     case, folder = limits.Case(**json.loads(sys.argv[1])), Path(sys.argv[2])
     parent = Parent()
     model = folder / case.model

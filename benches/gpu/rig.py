@@ -1,8 +1,8 @@
-"""What the GPU benchmarks share: modes, their servers, one process per engine, and the last line.
+"""The common parts of the GPU benchmarks: modes, their servers, one process per engine, and the last line.
 
-A benchmark is a module with `BENCH`, and `rig.main(BENCH)` runs it. The parent starts one process for each mode, all at
-once, so that they import vLLM side by side; then one after the other builds its engine, measures, prints one JSON line
-and ends, so that no engine is measured beside another. The first mode's answers are what the others' are held against.
+A benchmark is a module with `BENCH`, and `rig.main(BENCH)` runs it. The parent starts one process for each mode, all at once,
+so they import vLLM side by side; then one after the other builds its engine, measures, prints one JSON line and ends, so no
+engine is measured beside another. All answers are compared with those of the first mode.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from testkit.sidecar import Sidecar, find_binary
 from testkit.waiting import Failed, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
-# Watchdogs only: a mode that hangs must leave time for the others.
+# Watchdogs only: a hanging mode must leave time for the others.
 IMPORT_WATCHDOG_S = 180
 END_WATCHDOG_S = 15
 GIB = 1 << 30
@@ -38,50 +38,50 @@ GIB = 1 << 30
 MEMORY_WATCHDOG_S = 60
 MEMORY_SPARE_BYTES = 1 << 30
 RIVALS = ("none", "idle", "roomy", "offloading", "pegaflow", "lmcache", "lmcache-v1", "kvbm")
-# `kv_role` of an engine that computes prompts and answers them.
+# `kv_role` of an engine for prefill and decode.
 BOTH = "kv_both"
-# Modes that keep nothing outside the device.
+# Modes without blocks outside the device.
 CACHELESS = ("none", "idle", "roomy")
-# Sizes that are variables of vLLM's environment.
+# Sizes from variables of vLLM's environment.
 VARIABLES = {"output_chunk": "VLLM_V1_OUTPUT_PROC_CHUNK_SIZE", "rust_frontend": "VLLM_USE_RUST_FRONTEND"}
-# LMCache reports what it is used for to its makers.
+# LMCache would report its use to its makers.
 LMCACHE = {"LMCACHE_TRACK_USAGE": "false"}
-# So many lines of a failed mode's log are reported: an exception, and the one that caused it.
+# The reported lines of a failed mode's log: an exception, and its cause.
 FAILED_LINES = 30
-# Answers whose first token must be the first mode's: rounding spares nearly all, wrong KV nearly none. The end of an answer may
-# differ, where a connector delays a request and so changes the batches.
+# The share of answers with the first token of the first mode: rounding spares nearly all, wrong KV nearly none. The end of an
+# answer may differ, if a connector delays a request and so changes the batches.
 FIRST_TOKENS_EQUAL_MIN = 0.9
 
-# Batch sizes whose CUDA graphs are captured: one request's decode, a reload's last block, and the benchmarks' batches.
+# Batch sizes with captured CUDA graphs: one request's decode, a reload's last block, and the benchmarks' batches.
 GRAPH_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 64)
 BLOCK_TOKENS = 16
-# CPU attention takes multiples of 32 alone.
+# CPU attention needs multiples of 32.
 BLOCK_TOKENS_TINY = 32
 
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
-    """One benchmark: its sizes, its engine, and what it measures."""
+    """One benchmark: its sizes, its engine, and its measurement."""
 
     name: str
     text: str
     # By scale: "full", "quick" (a smoke run) and "tiny" (on a CPU); others are rooms of --room.
     sizes: dict[str, dict[str, int]]
     engine: Callable[[dict[str, int]], dict[str, Any]]
-    # None for a benchmark that gives `main` a `run` of its own and starts no engine's process of the rig.
+    # None for a benchmark that gives `main` a `run` and starts no engine process of the rig.
     measure: Callable[[engines.Engine, dict[str, int], argparse.Namespace, Any], dict[str, Any]] | None = None
     compare: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]] | None = None
     # Options of the connector, as --pillion has them.
     pillion: tuple[str, ...] = ()
     rivals: tuple[str, ...] = RIVALS
-    # The benchmark ends the servers of its modes, so that one that has gone is no failure.
+    # True if the benchmark ends the servers of its modes: the end of one is then no failure.
     kills: bool = False
     # Adds options of its own to the command line.
     options: Callable[[argparse.ArgumentParser], None] | None = None
 
 
 def cards(parser: argparse.ArgumentParser) -> None:
-    """An option of benchmarks that have two engines at the same time."""
+    """Adds an option of benchmarks with two engines at the same time."""
     parser.add_argument("--cards", type=int, choices=(1, 2), help="GPUs: with 2 the second engine has its own (default: 1)")
 
 
@@ -116,7 +116,7 @@ Results = dict[str, Any]
 
 
 def main(bench: Bench, run: Callable[[Bench, argparse.Namespace, list[str], Path], Results] | None = None) -> None:
-    """Run a benchmark, or one engine of it. `run` measures its modes, if they are not measured one by one."""
+    """Runs a benchmark, or one engine of it. `run` measures its modes, if they are not measured one by one."""
     options = arguments(bench)
     options.tiny = options.scale == "tiny"
     options.kills = bench.kills
@@ -126,7 +126,7 @@ def main(bench: Bench, run: Callable[[Bench, argparse.Namespace, list[str], Path
         serve_engine(bench, options)
         return
     modes = list(dict.fromkeys(options.rival)) + ([] if options.no_pillion else ["pillion"])
-    # What the others are held against goes first.
+    # The reference of the others comes first.
     modes.sort(key=lambda mode: mode != "none")
     if not modes:
         sys.exit("nothing to measure: --no-pillion without --rival")
@@ -146,7 +146,7 @@ def main(bench: Bench, run: Callable[[Bench, argparse.Namespace, list[str], Path
 
 
 def measure_all(bench: Bench, options: argparse.Namespace, modes: list[str], folder: Path) -> dict[str, Any]:
-    """Every mode in turn; one that fails is said and the others go on."""
+    """Measures every mode in turn; a failed mode is reported, and the others go on."""
     children: dict[str, EngineProcess] = {}
     results: Results = {}
     reference = json.loads(options.against.read_text()) if options.against else None
@@ -177,7 +177,7 @@ def measure_all(bench: Bench, options: argparse.Namespace, modes: list[str], fol
 
 
 def each_mode(modes: list[str], measure: Callable[[str], dict[str, Any]]) -> Results:
-    """Every mode in turn; one that fails is said and the others go on."""
+    """Measures every mode in turn; a failed mode is reported, and the others go on."""
     results: Results = {}
     for mode in modes:
         harness.say(f"{mode}: starting")
@@ -191,25 +191,25 @@ def each_mode(modes: list[str], measure: Callable[[str], dict[str, Any]]) -> Res
 
 
 def failure(mode: str, error: Exception) -> dict[str, Any]:
-    """What is said of a mode that was not measured: what happened, and the last lines of its log."""
+    """The result of a mode without a measurement: the error, and the last lines of its log."""
     harness.say(f"{mode}: {error}")
     reason, *log = str(error).strip().splitlines()
     return {"ok": False, "rival": mode, "failed": "\n".join([reason, *log[-FAILED_LINES:]])}
 
 
 class EngineProcess(Child):
-    """One engine's process: it imports vLLM at once, and becomes an engine when it is told to."""
+    """One engine's process: it imports vLLM at once, and becomes an engine when it reads its role."""
 
     def __init__(self, bench: str, mode: str, options: argparse.Namespace, log: Path) -> None:
         log.touch()
         command = python(f"benches.gpu.{bench}", *sys.argv[1:], "--engine", mode, "--logs", str(log.parent))
-        # The engine's progress goes to this process's standard error; vLLM's output goes to the log, which the engine opens.
+        # The engine's progress goes to this process's standard error; vLLM's output goes to the log, opened by the engine.
         super().__init__(command, None, environment(options, mode), [ROOT])
         self.log = log
         self._limit_s = options.limit_s
 
     def measure(self, role: dict[str, Any]) -> Any:
-        """Be an engine, measure, and be gone."""
+        """Has the process run an engine, measure, and end."""
         self.tell(role)
         try:
             return self.hear(self._limit_s)
@@ -218,7 +218,7 @@ class EngineProcess(Child):
             self.end()
 
     def end(self) -> None:
-        """Wait for its own end, or end it and all that it started."""
+        """Waits for its own end, or kills it and its descendants."""
         self.close_input()
         with contextlib.suppress(Failed):
             self.wait_exit(END_WATCHDOG_S)
@@ -226,7 +226,7 @@ class EngineProcess(Child):
 
 
 def environment(options: argparse.Namespace, mode: str) -> dict[str, str]:
-    """What a mode's engine is started with."""
+    """The environment of a mode's engine."""
     settings = plain_environment(options.tiny)
     if options.invariant:
         settings["VLLM_BATCH_INVARIANT"] = "1"
@@ -236,7 +236,7 @@ def environment(options: argparse.Namespace, mode: str) -> dict[str, str]:
     if options.cards > 1:
         settings["CUDA_VISIBLE_DEVICES"] = "1" if mode.endswith("-d") else "0"
     if mode.startswith("nixl"):
-        # Each engine's own: its peer asks it there where its blocks lie.
+        # Each engine has its own: its peer asks there for the places of its blocks.
         settings["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
     if mode == "kvbm":
         # It counts in 10^9 bytes, and has no option for this in `kv_transfer_config`.
@@ -258,7 +258,7 @@ def plain_environment(tiny: bool) -> dict[str, str]:
 
 
 def shape(options: argparse.Namespace) -> dict[str, int]:
-    """The model that is measured."""
+    """The shape of the measured model."""
     return models.tiny(options.model) if options.tiny else models.SHAPES[options.model]
 
 
@@ -267,7 +267,7 @@ def shape(options: argparse.Namespace) -> dict[str, int]:
 
 @contextlib.contextmanager
 def server(mode: str, options: argparse.Namespace, folder: Path, logs: Path) -> Iterator[dict[str, Any] | None]:
-    """What a mode needs beside its engine; yields vLLM's `kv_transfer_config`."""
+    """The server beside a mode's engine; yields vLLM's `kv_transfer_config`."""
     # The same for every mode.
     gib = options.sizes["host_gib"]
     wait_for_memory(gib)
@@ -287,7 +287,7 @@ def server(mode: str, options: argparse.Namespace, folder: Path, logs: Path) -> 
                 "kv_connector_extra_config": extra,
             }
         finally:
-            # An engine that a signal ends leaves its memory there, and the next mode's would not fit beside it.
+            # An engine ended by a signal leaves its memory there, and the next mode's memory would not fit beside it.
             for left in Path("/dev/shm").glob(f"vllm_offload_{name}*"):
                 left.unlink()
     elif mode == "pegaflow":
@@ -311,7 +311,7 @@ def server(mode: str, options: argparse.Namespace, folder: Path, logs: Path) -> 
         extra = {"lmcache.max_local_cpu_size": gib, "lmcache.save_decode_cache": True}
         yield {"kv_connector": "LMCacheConnectorV1", "kv_role": BOTH, "kv_connector_extra_config": extra}
     elif mode == "kvbm":
-        # Without Dynamo's runtime: leader and worker are the engine's, and its size is in the engine's environment.
+        # Without Dynamo's runtime: leader and worker run in the engine, and its size is in the engine's environment.
         yield transfer_config("DynamoConnector", "kvbm.vllm_integration.connector", {})
     else:
         with sidecar(folder, options, gib, logs / "pillion-serve.log", kills=options.kills) as keeper:
@@ -321,7 +321,7 @@ def server(mode: str, options: argparse.Namespace, folder: Path, logs: Path) -> 
 
 
 def wait_for_memory(gib: int) -> None:
-    """The page-locked memory of a mode before is free some time after its processes have ended."""
+    """Waits until the page-locked memory of an earlier mode is free, some time after its processes have ended."""
 
     def available() -> bool:
         lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
@@ -336,7 +336,7 @@ def wait_for_memory(gib: int) -> None:
 
 @contextlib.contextmanager
 def measured(server: Server, start_s: float = READY_WATCHDOG_S, kills: bool = False) -> Iterator[None]:
-    """A ready server, ended afterwards with all that it started; it must not end before, unless the benchmark `kills` it."""
+    """A ready server, ended afterwards with its descendants; it must not end before, unless the benchmark `kills` it."""
     try:
         server.wait_ready(start_s)
         harness.say(f"ready: {' '.join(server.command)}")
@@ -370,7 +370,7 @@ def pillion_transfer(keeper: Sidecar, options: argparse.Namespace, role: str = B
 
 def pillion_options(options: argparse.Namespace) -> dict[str, Any]:
     """Options of the connector from the command line; whole numbers as such."""
-    # On a busy machine of two cores an answer takes longer than the 2 ms that a query may.
+    # On a busy machine of two cores an answer takes longer than the 2 ms of a query.
     given = (["query_timeout_us=10000000"] if options.tiny else []) + options.pillion
     pairs = [option.partition("=")[::2] for option in given]
     return {f"pillion.{key}": int(value) if value.isdecimal() else value for key, value in pairs}
@@ -386,7 +386,7 @@ def transfer_config(connector: str, module: str, extra: dict[str, Any], role: st
 
 
 def serve_engine(bench: Bench, options: argparse.Namespace) -> None:
-    """Import vLLM, wait to be told what engine to be, measure, and answer with one line."""
+    """Imports vLLM, waits for the engine's role, measures, and answers with one line."""
     assert bench.measure is not None, "a benchmark without `measure` starts no engine"
     parent, progress = Parent(), os.fdopen(os.dup(2), "w")
     options.parent = parent
@@ -417,22 +417,22 @@ def serve_engine(bench: Bench, options: argparse.Namespace) -> None:
 
 
 def warm_up(engine: engines.Engine, prompts: list[list[int]], output: int, mode: str) -> None:
-    """Every kind of step once: prefill, batched decode, and prompts that come back from wherever they are kept."""
+    """Plays every kind of step once: prefill, batched decode, and prompts that come back from the cache."""
     for _ in range(2):
         answers = engine.ask_all(prompts, [output] * len(prompts))
         engine.rest()
         engine.reset()
-    # A rival that could not start may go on as one that finds nothing: its figures would be those of no connector.
+    # A rival with a failed start may go on without hits: its figures would be those of no connector.
     if mode not in CACHELESS and not any(answer.cached_tokens for answer in answers):
         raise Failed(f"{mode} gave back nothing of what the warm-up had it keep")
 
 
 def engine_arguments(options: argparse.Namespace) -> dict[str, Any]:
-    """vLLM's arguments that all benchmarks share."""
+    """vLLM's arguments, common to all benchmarks."""
     settings: dict[str, Any] = {"enforce_eager": not options.graphs}
     settings["block_size"] = BLOCK_TOKENS_TINY if options.tiny else BLOCK_TOKENS
     if options.tiny:
-        # vLLM's bfloat16 attention ends with an illegal instruction on a processor whose AMX a virtual machine hides.
+        # vLLM's bfloat16 attention ends with an illegal instruction on a processor with AMX hidden by a virtual machine.
         settings["dtype"] = "float32"
     if options.graphs:
         settings["compilation_config"] = {"cudagraph_capture_sizes": list(GRAPH_SIZES)}
@@ -443,10 +443,10 @@ def engine_arguments(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def first_tokens_equal(left: Sequence[Sequence[object]], right: Sequence[Sequence[object]]) -> float:
-    """Share of answers whose first tokens are equal."""
+    """The share of answers with equal first tokens."""
     return share_equal([answer[:1] for answer in left], [answer[:1] for answer in right])
 
 
 def share_equal(left: Sequence[Sequence[object]], right: Sequence[Sequence[object]]) -> float:
-    """Share of answers whose tokens are all equal."""
+    """The share of answers with all tokens equal."""
     return round(sum(a == b for a, b in zip(left, right, strict=True)) / len(left), 4)

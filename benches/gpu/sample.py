@@ -1,7 +1,7 @@
-"""What the sample of the live weights costs an engine: at its start, and whenever the weights may have changed.
+"""The cost of the sample of live weights for an engine: at its start, and after each possible change of the weights.
 
 The model is found, its rotary caches are read and the weights are sampled as at a start; then again and again. A sample must
-repeat itself, and must show that a tensor was changed by 1 %.
+repeat itself, and must change with a tensor changed by 1 %.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Found = TypeVar("Found")
 
 
 def timed(act: Callable[[], Found]) -> tuple[Found, float]:
-    """What it makes, and its milliseconds; the device has nothing else to do before and after."""
+    """The function's result, and its milliseconds; the device has no other work before and after."""
     import torch
 
     def finish() -> None:
@@ -38,7 +38,7 @@ def timed(act: Callable[[], Found]) -> tuple[Found, float]:
 
 
 def measure(engine: Engine) -> dict[str, Any]:
-    """Of an engine that has just started. Its objects are frozen after the first sample, as vLLM does it then."""
+    """Measures an engine right after its start. Its objects are frozen after the first sample, as vLLM does it then."""
     import torch
 
     from pillion import identity
@@ -71,7 +71,7 @@ def measure(engine: Engine) -> dict[str, Any]:
 
 
 def main() -> None:
-    """One engine, in this process."""
+    """Runs one engine, in this process."""
     parser = harness.parser(__doc__)
     parser.add_argument("--tiny", action="store_true", help="a small model, on vLLM's CPU build too")
     options = parser.parse_args()

@@ -66,7 +66,7 @@ def engine_settings(sizes: dict[str, int]) -> dict[str, Any]:
 
 
 def arrivals(sizes: dict[str, int], vocabulary: int) -> list[Arrival]:
-    """The part of the trace that is replayed."""
+    """The replayed part of the trace."""
     blocks: dict[int, list[int]] = {}
 
     def tokens(seed: int, count: int) -> list[int]:
@@ -130,7 +130,7 @@ def requested(answer: Answer, due: float) -> dict[str, Any]:
 
 
 def compare(raw: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
-    """The figures of a mode, and how many of its first tokens are the first mode's."""
+    """The figures of a mode, and the share of its first tokens equal to those of the first mode."""
     requests = raw["requests"]
     ttft = [request["ttft_ms"] for request in requests]
     first_equal = rig.first_tokens_equal(raw["tokens"], reference["tokens"])

@@ -81,7 +81,7 @@ def reloads(engine: Engine, prompt: list[int], tokens: int, count: int) -> list[
 
 
 def exact(engine: Engine, sizes: dict[str, int], options: argparse.Namespace) -> dict[str, bool]:
-    """Whether reloaded KV is bit-equal to the device's, and whether wrong KV would have been seen."""
+    """Checks that reloaded KV is bit-equal to the device's KV, and that wrong KV changes answers."""
     prompt = engine.prompt(sizes["prompt_tokens"], EXACT_SEED)
 
     def ask() -> Answer:
@@ -107,7 +107,7 @@ def exact(engine: Engine, sizes: dict[str, int], options: argparse.Namespace) ->
 
 
 def compare(raw: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
-    """The figures of a mode; its answers against its own and against the first mode's."""
+    """The figures of a mode; its answers against its own and against those of the first mode."""
     result: dict[str, Any] = {"facts": raw["facts"]}
     for phase in [phase for phase in PHASES if phase in raw]:
         measured = raw[phase]
@@ -115,7 +115,7 @@ def compare(raw: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
         if phase in ("cold", "hit", "reload"):
             result[f"{phase}_runs"] = max(measured["runs"])
         if phase != "cold":
-            # A reload that hit less is no reload.
+            # A shorter hit is no reload.
             full = sum(tokens >= raw["full_hit_tokens"] for tokens in measured["cached_tokens"])
             result[f"{phase}_full_hits"] = round(full / len(measured["cached_tokens"]), 4)
     hit = first_answers(raw["hit"])

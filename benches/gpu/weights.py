@@ -1,4 +1,4 @@
-"""Weights with which greedy answers depend strongly on the KV: vLLM's dummy ones are +-1e-3, with which they hardly do."""
+"""Weights for greedy answers that depend strongly on the KV: with vLLM's dummy ones of +-1e-3 they hardly do."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 LOAD_FORMAT = "pillion_bench"
-# A distribution of Python packages that has nothing but a plugin of vLLM, which every process of an engine loads.
+# A distribution of Python packages with a plugin of vLLM alone; every process of an engine loads it.
 PLUGIN = {
     "METADATA": "Metadata-Version: 2.1\nName: pillion-bench\nVersion: 0\n",
     "entry_points.txt": "[vllm.general_plugins]\npillion_bench = benches.gpu.weights:register\n",
@@ -15,10 +15,10 @@ PLUGIN = {
 
 
 def seed(model: Any, shape: dict[str, int], calm: bool = False) -> None:
-    """Random weights, the same in every process, with which greedy answers depend strongly on the KV.
+    """Sets random weights, the same in every process, so greedy answers depend strongly on the KV.
 
-    Attention's logits get a spread of about 2.5: sharp enough that single tokens matter, not so sharp that rounding does.
-    In a calm model a layer adds little to what the layers before it made, as in trained models, whose layers start so.
+    Attention's logits get a spread of about 2.5: sharp enough for single tokens to matter, not for rounding. In a calm model a
+    layer adds little to the output of the layers before it, as in trained models at their start.
     """
     import torch
 
@@ -46,7 +46,7 @@ def seed(model: Any, shape: dict[str, int], calm: bool = False) -> None:
 
 
 def register(calm: bool = False) -> None:
-    """Make `load_format=LOAD_FORMAT` known to vLLM in this process."""
+    """Makes `load_format=LOAD_FORMAT` known to vLLM in this process."""
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 

@@ -1,4 +1,4 @@
-"""Ways in which an engine's weights may be other ones than another engine takes them for."""
+"""Ways to give an engine other weights than another engine expects."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ class Model:
     calm: bool
 
     def linears(self, *names: str) -> list[torch.nn.Parameter]:
-        """Weights of the layers' matrices, of all or of those whose names end so."""
+        """Weights of the layers' matrices, of all or of those with names that end so."""
         ends = tuple(f"{name}.weight" for name in names or ("proj",))
         return [weight for name, weight in self.module.named_parameters() if weight.dim() == 2 and name.endswith(ends)]
 
     def linear(self, layer: int, name: str) -> torch.nn.Parameter:
-        """One of them."""
+        """The weights of one matrix."""
         (weight,) = self.linears(f".layers.{layer}.{name}")
         return weight
 
 
 def ways(model: Model, fp8: bool) -> dict[str, Callable[[], contextlib.AbstractContextManager[None]]]:
-    """By name, what makes a model wrong for a while."""
+    """By name, the change of a model for a while."""
     last = model.shape["num_hidden_layers"] - 1
     middle = last // 2
 
@@ -83,13 +83,13 @@ def _like(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _rounded(weight: torch.Tensor) -> torch.Tensor:
-    """As dynamic quantization to fp8 with a scale for each row has it."""
+    """Rounded as by dynamic quantization to fp8 with a scale for each row."""
     scale = weight.float().abs().amax(1, keepdim=True) / FP8_MAX
     return (weight.float() / scale).to(torch.float8_e4m3fn).float() * scale
 
 
 def _adapted(weight: torch.Tensor, part: float) -> torch.Tensor:
-    """With a matrix of low rank added."""
+    """The weights with a matrix of low rank added."""
     down = torch.randn(ADAPTER_RANK, weight.shape[1], device=weight.device)
     up = torch.randn(weight.shape[0], ADAPTER_RANK, device=weight.device)
     return weight + (part / math.sqrt(ADAPTER_RANK)) * weight.float().square().mean().sqrt() * (up @ down)
@@ -97,7 +97,7 @@ def _adapted(weight: torch.Tensor, part: float) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _changed(weights: list[torch.nn.Parameter], change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """A few weights, put back afterwards."""
+    """Changes a few weights, and puts them back afterwards."""
     kept = [weight.detach().clone() for weight in weights]
     torch.manual_seed(1)
     with torch.inference_mode():
@@ -111,7 +111,7 @@ def _changed(weights: list[torch.nn.Parameter], change: Callable[[torch.Tensor],
 
 @contextlib.contextmanager
 def _reseeded(model: Model, change: Callable[[torch.Tensor], torch.Tensor], *names: str) -> Iterator[None]:
-    """All layers' matrices, which are made again afterwards: a copy of them may not fit."""
+    """Changes all layers' matrices, and draws them again afterwards: a copy of them may not fit."""
     torch.manual_seed(1)
     with torch.inference_mode():
         for weight in model.linears(*names):
@@ -122,7 +122,7 @@ def _reseeded(model: Model, change: Callable[[torch.Tensor], torch.Tensor], *nam
 
 @contextlib.contextmanager
 def _rope(model: Model, theta: Callable[[float], float], stretch: float) -> Iterator[None]:
-    """Other rotations of the same positions."""
+    """Rotates the same positions otherwise."""
     modules = {id(found): found for found in model.module.modules() if hasattr(found, "cos_sin_cache")}
     kept = {key: found.cos_sin_cache.clone() for key, found in modules.items()}
     with torch.inference_mode():
@@ -139,7 +139,7 @@ def _rope(model: Model, theta: Callable[[float], float], stretch: float) -> Iter
 
 @contextlib.contextmanager
 def _scaled(model: Model, factor: float) -> Iterator[None]:
-    """The scales of quantized KV."""
+    """Changes the scales of quantized KV."""
     scales = [buffer for name, buffer in model.module.named_buffers() if name.endswith(("._k_scale", "._v_scale"))]
     assert scales, "a model of quantized KV without scales"
     kept = [scale.clone() for scale in scales]

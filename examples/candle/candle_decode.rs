@@ -1,4 +1,4 @@
-//! candle decodes on KV that another engine prefilled, and keeps what it computes: all of its glue to Pillion.
+//! candle decodes on KV of another engine, and keeps its own: all of its code for Pillion.
 
 use std::path::Path;
 
@@ -14,7 +14,7 @@ pub fn join(socket: &Path, folder: &Path, options: &JoinOptions) -> Result<Engin
     Ok(Engine::join(socket, &Namespace::find(socket, &stated.into())?, options)?)
 }
 
-/// The answer's tokens, how many of the prompt's were loaded, and how many blocks were kept.
+/// The answer's tokens, the number of the prompt's loaded tokens, and the number of kept blocks.
 pub fn answer(engine: &Engine, model: &Model, prompt: &[u32], new: usize) -> Result<(Vec<u32>, usize, u64)> {
     engine.prove(prompt, |tokens| kv(&model.prefill(tokens)?, 0))?;
     let request = engine.load(prompt);

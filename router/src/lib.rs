@@ -89,8 +89,8 @@ const REFUSAL_PAUSE: Duration = Duration::from_secs(60);
 pub struct Options {
     /// An engine that computes prompts, http://HOST:PORT or https://HOST:PORT of its OpenAI server; repeat it for each
     ///
-    /// Each address of a host's name is an engine of its own, as of a headless Service. A name with IPv4 and IPv6 addresses stands for those of
-    /// IPv4 alone.
+    /// Each address of a host's name is a separate engine, as of a headless Service. Of a name with IPv4 and IPv6 addresses only those of
+    /// IPv4 count.
     #[arg(
         long,
         env = "PILLION_PREFILL",
@@ -112,39 +112,38 @@ pub struct Options {
     pub decode: Vec<EngineUrl>,
     /// A TOML file with both lists, prefill = ["URL"] and decode = ["URL"], instead of --prefill and --decode
     ///
-    /// The router reads it again at each --refresh-interval, and on SIGHUP. If it is malformed, the log names the line, and the engines
-    /// stay as they were.
+    /// The router reads the file again at each --refresh-interval, and on SIGHUP. A malformed file changes nothing, and the log names the
+    /// line.
     #[arg(long, env = "PILLION_ENGINES", value_name = "FILE")]
     pub engines: Option<PathBuf>,
-    /// Time between two lookups of engines' names, and two reads of --engines and of TLS files; SIGHUP has both done at once
+    /// Time between two lookups of engines' names, and two reads of --engines and of TLS files; SIGHUP starts both at once
     ///
-    /// 1s or more. A failed lookup keeps the engines of a name. An engine gets no more requests once it left the list, and ends its own.
+    /// 1s or more. A failed lookup keeps the engines of a name. An engine that left the list gets no more requests, and finishes its own.
     #[arg(long, env = "PILLION_REFRESH_INTERVAL", default_value = "10s", value_name = "TIME")]
     pub refresh_interval: Time,
-    /// Address and port for clients
+    /// Address for clients
     #[arg(long, env = "PILLION_ROUTE_LISTEN", default_value = "0.0.0.0:8000", value_name = "IP:PORT")]
     pub listen: IpPort,
-    /// The decode engine also computes a prompt of fewer tokens; the router learns the bytes of text per
-    /// token from engines' answers
+    /// Least tokens of a prompt for a prefill engine; shorter prompts go to a decode engine alone
+    ///
+    /// The router estimates tokens from bytes of text, by the counts in engines' answers.
     #[arg(long, env = "PILLION_MIN_REMOTE_TOKENS", default_value_t = 256, value_name = "TOKENS")]
     pub min_remote_tokens: u64,
-    /// When the engine that answers is asked: prefill-first, once the prompt is computed; at-once, together with the other engine;
-    /// by-load, together where the router has no other prompt at the other engine and this prompt has at most 65,536 tokens
+    /// When the decode engine gets the request: prefill-first, once the prompt is computed; at-once, together with the prefill engine;
+    /// by-load, together if the router has no other prompt at the prefill engine and this prompt has at most 65,536 tokens
     ///
-    /// An engine asked together with the other one waits for 30 s at most, with any --prefill-timeout, and
-    /// then computes the prompt too. Give prefill-first if prompts take longer.
+    /// Together with the prefill engine, the decode engine waits at most 30 s for it, with any --prefill-timeout, then computes the prompt
+    /// itself. Use prefill-first if prompts take longer.
     #[arg(long, env = "PILLION_ORDER", value_enum, default_value_t = Order::ByLoad, value_name = "by-load|prefill-first|at-once")]
     pub order: Order,
-    /// Stream the first token as soon as the prompt is computed, where the stream stays that of one engine
+    /// Stream the prefill engine's first token as soon as the prompt is computed, if the stream stays equal to that of one engine
     ///
-    /// The engine that computes the prompt has the first token: it goes to the client at once, and the other
-    /// engine goes on behind it. For streams of /v1/completions whose request has no other fields than
-    /// docs/prefill-decode.md names; with any --order. Not for engines with a presence_penalty or
-    /// frequency_penalty of their own (generation_config.json, --override-generation-config), or with logits
-    /// processors over an answer's tokens: the other engine would not count the first one.
+    /// The decode engine continues behind that token. For streams of /v1/completions with the fields that docs/prefill-decode.md lists, with
+    /// any --order. Not for engines with a default presence_penalty or frequency_penalty (generation_config.json,
+    /// --override-generation-config), or with logits processors that read an answer's tokens: the decode engine would not count the first one.
     #[arg(long, env = "PILLION_FIRST_TOKEN", num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value_t = false, value_name = "true|false")]
     pub first_token: bool,
-    /// The engine that answers computes a prompt itself when the other one has not done so within this time
+    /// Time after which the decode engine computes a prompt that the prefill engine has not computed
     #[arg(long, env = "PILLION_PREFILL_TIMEOUT", default_value = "60s", value_name = "TIME")]
     pub prefill_timeout: Time,
     /// Time after SIGTERM with new clients still accepted, while /health answers with status 503
@@ -153,10 +152,9 @@ pub struct Options {
     /// terminationGracePeriodSeconds more than both.
     #[arg(long, env = "PILLION_DRAIN_TIME", default_value = "5s", value_name = "TIME")]
     pub drain_time: Time,
-    /// Memory for bodies of requests that wait for their answer's begin
+    /// Memory for bodies of requests whose answers have not begun
     ///
-    /// A request beyond it is refused with status 503. One client, by its address, has half of it: behind a
-    /// proxy all are one.
+    /// Requests beyond it are refused with status 503. One client, by its address, has half of it: all clients behind a proxy are one.
     #[arg(long, env = "PILLION_REQUEST_MEMORY", default_value = "128MiB", value_name = "SIZE")]
     pub request_memory: Size,
     /// Write a line for each request to standard output, as --log-format says
@@ -166,12 +164,12 @@ pub struct Options {
     pub access_log: bool,
     /// A PEM file of the authorities behind the certificates of engines with https://HOST:PORT
     ///
-    /// A certificate must carry the URL's host, and the engine speak TLS 1.3. The router reads the file again as it does --engines.
+    /// A certificate must carry the URL's host, and the engine speak TLS 1.3. The router reads the file again like --engines.
     #[arg(long, env = "PILLION_ENGINE_CA", value_name = "FILE")]
     pub engine_ca: Option<PathBuf>,
     /// The router's certificate and the chain to its authority, in PEM: clients then speak TLS 1.3
     ///
-    /// The router reads it and --tls-key again as it does --engines. Files without a pair change nothing, and the log says so.
+    /// The router reads it and --tls-key again like --engines. Files that are no pair change nothing, and the log says so.
     #[arg(long, env = "PILLION_TLS_CERT", requires = "tls_key", value_name = "FILE")]
     pub tls_cert: Option<PathBuf>,
     /// The private key of --tls-cert, in PEM

@@ -1,7 +1,8 @@
-//! What deriving keys costs, in nanoseconds a block of 16 tokens on one core; prints one JSON line last.
+//! The cost of deriving keys, in nanoseconds a block of 16 tokens on one core; prints one JSON line last.
 //!
-//! Each sample is a new request of 32,768 tokens drawn uniformly from a vocabulary of 151,936, appended at once
-//! (`*_one_by_one_ns`: a token at a time, as a decoding engine does); the number is the median over the samples.
+//! Each sample is a new request of 32,768 tokens drawn uniformly from a vocabulary of 151,936, appended at
+//! once (`*_one_by_one_ns`: a token at a time, as a decoding engine does). Each number is the median over the
+//! samples.
 #![expect(clippy::disallowed_methods, reason = "a benchmark reads the clock")]
 #![expect(clippy::print_stdout, reason = "a benchmark's result is its output")]
 
@@ -28,7 +29,7 @@ fn main() {
     println!("{{{}, \"block_tokens\": {BLOCK_TOKENS}, \"samples\": {SAMPLES}}}", numbers.join(", "));
 }
 
-/// Median nanoseconds a block.
+/// Returns the median nanoseconds a block.
 fn measure(algorithm: Algorithm, append: impl Fn(&mut Chain, &[u32])) -> f64 {
     let first = none_hash(algorithm, NoneHashRule::Since029, Some("0")).expect("a seed is given");
     let mut random = Random(1);

@@ -1,9 +1,9 @@
 //! Round trips between two real processes over a session's memory; prints one JSON line last.
 //!
-//! `spin_rtt_us`: message and outcome word, both sides spinning. `futex_rtt_us`: the sleeping path, message and
-//! eventfd up, outcome word and futex down, both sides asleep in between, on one core: what the path itself costs.
-//! `futex_rtt_free_us`: the same wherever the scheduler puts the two; on an idle virtual machine that is two cores that
-//! halt, and the hypervisor's wake-ups are most of it. Medians, in microseconds.
+//! `spin_rtt_us`: message and outcome word, both sides spinning. `futex_rtt_us`: the sleeping path, message
+//! and eventfd up, outcome word and futex down, both sides asleep in between, on one core: the cost of the
+//! path alone. `futex_rtt_free_us`: the same on cores of the scheduler's choice. On an idle virtual machine
+//! these are two halted cores, and the hypervisor's wake-ups are most of the time. Medians, in microseconds.
 #![expect(clippy::disallowed_methods, reason = "a benchmark reads the clock")]
 #![expect(clippy::print_stdout, reason = "a benchmark's result is its output")]
 
@@ -21,15 +21,15 @@ use shm_protocol::ring::{Consumer, Producer};
 use shm_protocol::session::{RegionRing, Ring, SessionMemory};
 use shm_protocol::{PROTOCOL_VERSION, transport, wait};
 
-/// Round trips of each kind that are measured, and before them not.
+/// Measured round trips of each kind, and unmeasured ones before them.
 const SPINS: usize = 100_000;
 const SLEEPS: usize = 10_000;
 const WARM_UP: usize = 1_000;
-/// The child's role is its first argument, the socket its second.
+/// The argument that makes the process the sidecar's side; the socket follows.
 const SIDECAR: &str = "--sidecar";
-/// A side that waits longer has lost its peer.
+/// A side waiting longer has lost its peer.
 const LIMIT: Duration = Duration::from_secs(10);
-/// `flags` of a message of the sleeping part, so that the sidecar's side sleeps too; and of the last one.
+/// `flags` of a message of the sleeping part, so the sidecar's side sleeps too; and of the last one.
 const SLEEPING: u8 = 1;
 const LAST: u8 = 2;
 
@@ -110,7 +110,7 @@ impl Engine {
         while !wait::sleep_turn(region, LIMIT, || self.memory.load_outcome(self.op).is_some()) {}
     }
 
-    /// Median and 99th percentile of `count` round trips, in microseconds.
+    /// Returns the median and the 99th percentile of `count` round trips, in microseconds.
     fn measure(&mut self, count: usize, flags: u8) -> (f64, f64) {
         (0..WARM_UP).for_each(|_| self.round_trip(flags));
         let mut nanoseconds: Vec<u128> = (0..count)
@@ -168,7 +168,7 @@ fn sidecar(path: &Path) {
     }
 }
 
-/// The product's way to sleep: say so, look once more, block on the eventfd.
+/// Sleeps as the product does: announce it, look once more, block on the eventfd.
 fn sleep(memory: &SessionMemory, submissions: &mut Consumer<RegionRing>, doorbell: &OwnedFd) {
     wait::set_asleep(memory.region(), true);
     if submissions.ready().expect("an honest peer") == 0 {
@@ -178,6 +178,6 @@ fn sleep(memory: &SessionMemory, submissions: &mut Consumer<RegionRing>, doorbel
         assert!(woken > 0, "the engine's side is gone");
     }
     wait::set_asleep(memory.region(), false);
-    // Empty when the look found a message first.
+    // The eventfd is empty if a message was there before the sleep.
     let _ = rustix::io::read(doorbell, &mut [0; 8]);
 }

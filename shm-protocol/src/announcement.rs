@@ -1,30 +1,31 @@
-//! What an engine that asks for it is told of the blocks that it could find: all of them between BEGIN and END, then what changes.
+//! Announcements to an engine of the blocks it could find: all of them between BEGIN and END, then each
+//! change.
 
 use crate::key::BlockHash;
 use crate::message::{DecodeError, Slot};
 use crate::source::Source;
 
-/// A block of the engine's namespace, at one of the places where it may be.
+/// A block of the engine's namespace, at one of its places.
 #[derive(Copy, Clone, Debug, Eq, Hash, PartialEq)]
 pub struct Located {
     /// The place of the block.
     pub medium: Source,
     /// Number of its bundle of cache groups.
     pub group: u32,
-    /// The key that the engine gave it.
+    /// The block's key, as the engine made it.
     pub hash: BlockHash,
 }
 
 /// One slot of the announcement ring.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub enum Announcement {
-    /// It can be found there now.
+    /// The block can be found at this place now.
     Stored(Located),
-    /// It can no longer be found there.
+    /// The block can no longer be found at this place.
     Removed(Located),
-    /// What was told before may be wrong: everything follows.
+    /// Earlier announcements may be wrong: all blocks follow.
     Begin,
-    /// What was not told since the last BEGIN is not kept.
+    /// Blocks not announced since the last BEGIN are not kept.
     End,
 }
 
@@ -36,7 +37,7 @@ const END: u8 = 4;
 // === impl Announcement ===
 
 impl Announcement {
-    /// The slot's words: `kind u8, medium u8, zero u16, group u32, hash`, the rest zero.
+    /// Returns the words of the slot: `kind u8, medium u8, zero u16, group u32, hash`, the rest zero.
     pub fn encode(&self) -> Slot {
         let (kind, located) = match self {
             Self::Stored(located) => (STORED, Some(located)),
@@ -52,7 +53,7 @@ impl Announcement {
         [head, a, b, c, d, 0, 0, 0]
     }
 
-    /// Reads a slot that was copied out of shared memory.
+    /// Reads a slot already copied out of shared memory. Fails on an unknown kind or medium.
     pub fn decode(slot: &Slot) -> Result<Self, DecodeError> {
         let [head, a, b, c, d, ..] = *slot;
         let [kind, medium, ..] = head.to_le_bytes();

@@ -1,8 +1,8 @@
-//! The three records of the handshake, CBOR maps on a UNIX SEQPACKET socket, one record a packet.
+//! The three records of the handshake: CBOR maps on a UNIX SEQPACKET socket, one record a packet.
 //!
-//! The engine sends [`Hello`]; the sidecar answers [`Reply::Welcome`] with four descriptors (session memory, eventfd,
-//! pool opened read-only, pidfd), or [`Reply::Refused`] with a text that names the remedy. After that the socket carries
-//! nothing; its hang-up tells each side of the other's death.
+//! The engine sends [`Hello`]. The sidecar answers [`Reply::Welcome`] with four descriptors (session memory,
+//! eventfd, pool opened read-only, pidfd), or [`Reply::Refused`] with the reason and the remedy. After that
+//! the socket carries nothing; its hang-up tells each side of the other's death.
 
 mod check;
 
@@ -25,13 +25,13 @@ pub const REGIONS_MAX: usize = 1024;
 pub const RANKS_MAX: u32 = 64;
 /// Parts that a block may be cut into: counted in a byte of a load word.
 pub const CUTS_MAX: usize = 255;
-/// The fact that says which weights run: an engine without it shares with none that has it. The sidecar makes it of the ranks'
-/// `live_weights`, and a rank that has none may state it.
+/// The fact with a digest of the running weights. An engine without it shares with none that has it. The
+/// sidecar makes it from the ranks' `live_weights`; a rank without `live_weights` may state it.
 pub const WEIGHTS_LIVE: &str = "weights_live";
 /// Facts a namespace may state.
 pub const FACTS_MAX: usize = 256;
 
-/// What an engine process says first.
+/// The first record, sent by an engine process.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub struct Hello {
     /// [`PROTOCOL_VERSION`] of the sender.
@@ -45,26 +45,28 @@ pub struct Hello {
     pub engine: String,
     /// Ranks of the engine.
     pub world_size: u32,
-    /// A scheduler's: milliseconds that a request waits for blocks which another node may still be producing. Absent or 0: it
-    /// does not.
+    /// Schedulers only: milliseconds a request waits for blocks another node may still be producing. Absent
+    /// or 0: it does not wait.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub miss_wait_ms: Option<u32>,
-    /// A scheduler's: milliseconds that a request waits for another engine that has promised its prompt. Absent:
-    /// [`PROMISED_WAIT_MS_MAX`](crate::layout::PROMISED_WAIT_MS_MAX), which is the most.
+    /// Schedulers only: milliseconds a request waits for another engine with a promise for its prompt.
+    /// Absent: [`PROMISED_WAIT_MS_MAX`](crate::layout::PROMISED_WAIT_MS_MAX), also the maximum.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub handover_wait_ms: Option<u32>,
-    /// A scheduler's: milliseconds that a request waits for the first, or the next, block of its prompt where no engine has
-    /// promised it. Absent: [`AWAIT_MS`](crate::layout::AWAIT_MS).
+    /// Schedulers only: milliseconds a request waits for the first, or the next, block of its prompt if no
+    /// engine has promised it. Absent: [`AWAIT_MS`](crate::layout::AWAIT_MS).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub promise_wait_ms: Option<u32>,
-    /// A scheduler's: the limit of a pending query in milliseconds, while its blocks come faster than its engine computes them. Absent: [`QUERY_WAIT_MS_MAX`](crate::layout::QUERY_WAIT_MS_MAX).
+    /// Schedulers only: the limit of a pending query in milliseconds, while its blocks come faster than its
+    /// engine computes them. Absent: [`QUERY_WAIT_MS_MAX`](crate::layout::QUERY_WAIT_MS_MAX).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub wait_max_ms: Option<u32>,
-    /// A scheduler's, in thousandths: a load may take so many times as long as computing. Absent:
-    /// [`LOAD_PREFERENCE`](crate::layout::LOAD_PREFERENCE).
+    /// Schedulers only, in thousandths: the longest time of a load, as a multiple of computing its blocks.
+    /// Absent: [`LOAD_PREFERENCE`](crate::layout::LOAD_PREFERENCE).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub load_preference: Option<u32>,
-    /// Digest of the engine's table of cache groups: a rank whose differs from its scheduler's does not join.
+    /// Digest of the engine's table of cache groups. A rank with another digest than its scheduler does not
+    /// join.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub groups: Option<Digest>,
     /// The sender's part in the engine.
@@ -88,39 +90,39 @@ pub enum Role {
     Worker(WorkerHello),
 }
 
-/// What a worker states about its memory.
+/// A worker's statements about its memory and its facts.
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 pub struct WorkerHello {
     /// Rank, below `world_size`.
     pub rank: u32,
-    /// Which distinct part of a block this rank holds, below `shards`.
+    /// Number of the distinct part of a block held by this rank, below `shards`.
     pub shard: u32,
     /// Distinct parts of a block over all ranks.
     pub shards: u32,
     /// Blocks in the engine's KV cache; block ids are below this.
     pub blocks: u32,
-    /// Where a block's bytes lie, in (group, layer) order.
+    /// The places of a block's bytes, in (group, layer) order.
     pub regions: Vec<BlockRegion>,
-    /// Who copies loaded blocks into engine memory.
+    /// The process that copies loaded blocks into engine memory.
     pub copy: Copier,
-    /// Everything that makes bytes interchangeable, by name; digested into the namespace.
+    /// Every property that makes bytes interchangeable, by name; digested into the namespace.
     pub facts: BTreeMap<String, String>,
-    /// The namespace that the engine must belong to, 32 hex digits; refused where its facts digest to another one.
+    /// The expected namespace, 32 hex digits. The engine is refused if its facts digest to another one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub expects: Option<String>,
-    /// Digest of a sample of every parameter that this rank has loaded; with those of the other ranks it makes the fact
-    /// [`WEIGHTS_LIVE`], which `facts` then do not state.
+    /// Digest of a sample of every parameter loaded by this rank. The sidecar makes the fact [`WEIGHTS_LIVE`]
+    /// from those of all ranks; `facts` then must not state it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub live_weights: Option<Digest>,
-    /// The engine has its facts from others and no sample of its weights: what it saves is kept once it was shown to be what its
-    /// namespace keeps. A fact [`WEIGHTS_LIVE`] says the same.
+    /// True if the engine has its facts from other engines and no sample of its weights: its saves are kept
+    /// only after a check against the blocks of its namespace. A fact [`WEIGHTS_LIVE`] means the same.
     #[serde(default, skip_serializing_if = "is_false")]
     pub proves: bool,
-    /// The GPU that holds the memory; host memory behind descriptors where there is none.
+    /// The GPU of the memory; `None` for host memory behind descriptors.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cuda: Option<CudaMemory>,
-    /// Slots of the rank's staging segment, where the sidecar cannot reach its memory: saves go through them, and the
-    /// only region says where they lie.
+    /// Slots of the rank's staging segment, if the sidecar cannot reach its memory. Saves go through these
+    /// slots, and the only region describes their places.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub staging: Option<u32>,
 }
@@ -133,15 +135,17 @@ pub struct Digest(#[serde(with = "serde_bytes")] pub [u8; 16]);
 /// KV memory on a GPU of this host.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub struct CudaMemory {
-    /// The GPU, whatever number each process knows it by.
+    /// UUID of the GPU, the same in every process.
     #[serde(with = "serde_bytes")]
     pub uuid: [u8; 16],
-    /// The rank's process id as it sees it itself: an IPC handle cannot be opened by a process of the same number.
+    /// The rank's process id in its own PID namespace. CUDA refuses an IPC handle from a process of the same
+    /// number.
     pub pid: u32,
-    /// What regions name instead of descriptors; their offsets count from an allocation's base.
+    /// Allocations, named by regions in place of descriptors; offsets of regions count from an allocation's
+    /// base.
     pub allocations: Vec<CudaAllocation>,
-    /// Where a block is cut into the parts that a load delivers one after the other: ascending ends, in bytes of this
-    /// rank's part; the last is its length.
+    /// The ends of the parts into which a load divides a block, ascending, in bytes of this rank's part. The
+    /// last one is its length.
     pub cuts: Vec<u64>,
 }
 
@@ -169,7 +173,7 @@ pub struct BlockRegion {
 }
 
 crate::named! {
-    /// Who writes loaded blocks into the engine's memory.
+    /// The process that writes loaded blocks into the engine's memory.
     #[derive(Default, Deserialize, Serialize)]
     #[serde(rename_all = "snake_case")]
     pub enum Copier {
@@ -185,21 +189,22 @@ crate::named! {
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Reply {
-    /// Accepted.
+    /// The engine is accepted.
     Welcome(Welcome),
-    /// Not accepted. Every version writes it so: an engine of any release reads the reason.
+    /// The engine is refused. This record has the same form in every version: an engine of any release reads
+    /// the reason.
     Refused {
         /// The sidecar's [`PROTOCOL_VERSION`].
         version: u32,
-        /// Why, and what to change.
+        /// The reason, and the remedy.
         reason: String,
     },
 }
 
-/// What an accepted engine needs to know; the descriptors travel beside it.
+/// The facts an accepted engine needs; the descriptors travel beside them.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub struct Welcome {
-    /// The version that both speak from now on: [`agree`].
+    /// The version of both sides from now on: [`agree`].
     pub version: u32,
     /// Release of the sidecar, 1 to 64 bytes, for logs and errors alone.
     pub release: String,
@@ -215,28 +220,30 @@ pub struct Welcome {
     pub segment_bytes: u64,
     /// The namespace of a worker's blocks, 32 hex digits; empty for a scheduler.
     pub namespace: String,
-    /// What a person should read about this engine: why it shares nothing with one that it nearly could.
+    /// A note for the engine's log: why it shares nothing with an engine it nearly could share with.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub note: Option<String>,
-    /// The sidecar knows the flags of handovers: an APPEND that promises, a QUERY that awaits, a SAVE for another engine. A sidecar
-    /// that does not know them ends the session over them.
+    /// True if the sidecar knows the flags of handovers: an APPEND with a promise, a QUERY that awaits, a
+    /// SAVE for another engine. Other sidecars end the session over them.
     #[serde(default, skip_serializing_if = "is_false")]
     pub handover: bool,
-    /// The sidecar knows an APPEND whose last key is that of a prompt's tail. A sidecar that does not ends the session over it.
+    /// True if the sidecar knows an APPEND whose last key is the key of a prompt's tail. Other sidecars end
+    /// the session over it.
     #[serde(default, skip_serializing_if = "is_false")]
     pub tails: bool,
-    /// The sidecar knows a QUERY for the last kept one of its keys, as of states. Other sidecars end the session over it.
+    /// True if the sidecar knows a QUERY for the last kept one of its keys, as for states. Other sidecars end
+    /// the session over it.
     #[serde(default, skip_serializing_if = "is_false")]
     pub states: bool,
 }
 
-/// A record that must not be followed.
+/// An invalid record, or one of a release without a common version.
 #[derive(Debug, Error, Eq, PartialEq)]
 pub enum HandshakeError {
-    /// Not CBOR, or not this record.
+    /// The bytes are not CBOR, or not this record.
     #[error("the record is not a pillion handshake: {0}")]
     Malformed(String),
-    /// A peer of a release without a common version.
+    /// The peer's release has no common version with this one.
     #[error(
         "the peer speaks protocol {theirs}, and this side {}: install the same pillion release on both",
         own_versions()
@@ -245,7 +252,7 @@ pub enum HandshakeError {
         /// The range of protocol versions that the peer stated.
         theirs: Versions,
     },
-    /// A record that no packet holds.
+    /// The record is too long for a packet.
     #[error("the handshake record has {bytes} bytes; at most {RECORD_BYTES_MAX} fit: state shorter facts")]
     Long {
         /// Bytes of the encoded record.
@@ -254,11 +261,11 @@ pub enum HandshakeError {
     /// A field is out of range.
     #[error("{field} is {value}; it must be {rule}")]
     Range {
-        /// Field.
+        /// The field.
         field: &'static str,
-        /// What it holds.
+        /// Its value.
         value: String,
-        /// What it may hold.
+        /// Its valid values.
         rule: &'static str,
     },
 }
@@ -268,7 +275,7 @@ fn is_false(value: &bool) -> bool {
     !value
 }
 
-/// The fields that a HELLO or Welcome of every protocol version holds. Protocol 1 stated `version` alone.
+/// The fields in the HELLO or Welcome of every protocol version. Protocol 1 stated `version` alone.
 #[derive(Deserialize)]
 struct Stated {
     version: u32,
@@ -276,24 +283,24 @@ struct Stated {
     release: Option<String>,
 }
 
-/// What this release speaks.
+/// The versions of this release.
 fn own_versions() -> Versions {
     Versions::own(PROTOCOL_VERSION, PROTOCOL_OLDEST)
 }
 
-/// The version that both sides speak: the newest one in both ranges.
+/// Returns the newest version in both ranges; fails if there is none.
 pub fn agree(theirs: &Versions) -> Result<u32, HandshakeError> {
     own_versions().common(theirs).ok_or_else(|| HandshakeError::Version { theirs: theirs.clone() })
 }
 
-/// A record's bytes.
+/// Encodes a record as CBOR.
 pub fn encode<T: Serialize>(record: &T) -> Vec<u8> {
     let mut bytes = Vec::new();
     ciborium::into_writer(record, &mut bytes).expect("writing CBOR to memory cannot fail");
     bytes
 }
 
-/// Reads a [`Reply`].
+/// Reads a [`Reply`]; fails if its version is not one of this release.
 pub fn decode_reply(bytes: &[u8]) -> Result<Reply, HandshakeError> {
     #[derive(Deserialize)]
     #[serde(rename_all = "snake_case")]
@@ -308,7 +315,7 @@ pub fn decode_reply(bytes: &[u8]) -> Result<Reply, HandshakeError> {
     decode(bytes)
 }
 
-/// The record of a [`Hello`] that travels with so many descriptors, checked as [`decode_hello`] does.
+/// Encodes a [`Hello`] for a packet with so many descriptors, after the checks of [`decode_hello`].
 pub fn encode_hello(hello: &Hello, descriptors: usize) -> Result<Vec<u8>, HandshakeError> {
     hello.check(descriptors)?;
     let record = encode(hello);
@@ -318,7 +325,8 @@ pub fn encode_hello(hello: &Hello, descriptors: usize) -> Result<Vec<u8>, Handsh
     Ok(record)
 }
 
-/// Reads a [`Hello`] and checks every field against the limits and against the number of descriptors that came.
+/// Reads a [`Hello`], and checks every field against the limits and against the number of received
+/// descriptors.
 pub fn decode_hello(bytes: &[u8], descriptors: usize) -> Result<Hello, HandshakeError> {
     agree(&decode::<Stated>(bytes)?.into())?;
     let hello: Hello = decode(bytes)?;
@@ -346,7 +354,7 @@ impl From<Stated> for Versions {
 // === impl Hello ===
 
 impl Hello {
-    /// What a process of this release says, its optional fields absent.
+    /// Makes the HELLO of a process of this release, its optional fields absent.
     pub fn new(engine: String, world_size: u32, role: Role) -> Self {
         Self {
             version: PROTOCOL_VERSION,
@@ -364,7 +372,7 @@ impl Hello {
         }
     }
 
-    /// What the sender speaks.
+    /// Returns the versions of the sender.
     pub fn versions(&self) -> Versions {
         let Self { version, oldest, release, .. } = self;
         Stated { version: *version, oldest: *oldest, release: Some(release.clone()) }.into()
@@ -374,16 +382,16 @@ impl Hello {
 // === impl BlockRegion ===
 
 impl BlockRegion {
-    /// Where the run of the last of `blocks` blocks ends in its descriptor, in bytes; `None` where no file reaches there,
-    /// or there is no block.
+    /// Returns the end of the run of the last of `blocks` blocks in its descriptor, in bytes; `None` if no
+    /// file is so long, or if there is no block.
     pub fn checked_end(&self, blocks: u32) -> Option<u64> {
         let last = u64::from(blocks.checked_sub(1)?).checked_mul(self.stride)?;
         let end = last.checked_add(self.offset)?.checked_add(self.bytes)?;
         (end <= i64::MAX as u64).then_some(end)
     }
 
-    /// Where the run of the last of `blocks` blocks ends in its descriptor, in bytes. The handshake has checked that the
-    /// sum does not overflow.
+    /// Returns the end of the run of the last of `blocks` blocks in its descriptor, in bytes. The handshake
+    /// has checked the sum for overflow.
     pub fn end(&self, blocks: u32) -> u64 {
         self.offset + u64::from(blocks - 1) * self.stride + self.bytes
     }
@@ -392,24 +400,25 @@ impl BlockRegion {
 // === impl WorkerHello ===
 
 impl WorkerHello {
-    /// Bytes of this rank's part of a block; `None` where the sum overflows.
+    /// Returns the bytes of this rank's part of a block; `None` if the sum overflows.
     pub fn block_bytes(&self) -> Option<u64> {
         self.regions.iter().try_fold(0_u64, |sum, region| sum.checked_add(region.bytes))
     }
 
-    /// Whether its engine has its facts from others and no sample of its own: see [`WorkerHello::proves`].
+    /// True if the engine has its facts from other engines and no sample of its own: see
+    /// [`WorkerHello::proves`].
     pub fn must_prove(&self) -> bool {
         self.live_weights.is_none() && (self.proves || self.facts.contains_key(WEIGHTS_LIVE))
     }
 
-    /// Bytes that memory `fd` must hold for every block to lie inside it.
+    /// Returns the bytes of memory `fd` needed to hold every block.
     pub fn descriptor_bytes(&self, fd: u32) -> u64 {
         let ends = self.regions.iter().filter(|region| region.fd == fd);
         ends.map(|region| region.end(self.blocks)).max().unwrap_or(0)
     }
 }
 
-/// Fixed-length byte strings.
+/// Fixed-length byte strings in serde.
 mod serde_bytes {
     use serde::{Deserialize, Deserializer, Serializer, de::Error};
 

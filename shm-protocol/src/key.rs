@@ -1,5 +1,5 @@
-//! Block keys: namespace, cache group and the engine's own block hash, compared in full and never shortened; and how
-//! vLLM derives such hashes ([`Chain`], [`Derivation`]), for who has no vLLM at hand.
+//! Block keys: namespace, cache group and the engine's own block hash, compared in full and never shortened.
+//! [`Chain`] and [`Derivation`] derive such hashes as vLLM does, for callers without vLLM.
 
 /// Reads named enums from their names.
 macro_rules! read_by_name {
@@ -48,19 +48,21 @@ pub const HASH_BYTES_MAX: usize = 32;
 /// Bytes of the shorter block hash (XXH3-128).
 pub const HASH_BYTES_SHORT: usize = 16;
 
-/// What a folded hash is the digest of, before the fold and the hash: no other digest of Pillion's begins so.
+/// The first bytes of the message of a folded hash, before the fold and the hash. No other digest of Pillion
+/// begins so.
 const FOLD_TAG: &[u8] = b"pillion fold";
 
-/// A block's hash as the engine made it. One of 16 bytes has the second digest behind it ([`Chain`]), or zeros where the engine knows
-/// hashes alone.
+/// A block's hash as the engine made it. A hash of 16 bytes has the second digest behind it ([`Chain`]), or
+/// zeros if the engine knows hashes alone.
 #[repr(C)]
 #[derive(Copy, Clone, Eq, PartialEq, Ord, PartialOrd, Hash, Debug)]
 pub struct BlockHash(pub [u8; HASH_BYTES_MAX]);
 
-/// The cache group of every key: a cache group is an engine with a namespace of its own. Keys and formats have the field.
+/// The cache group of every key, since each cache group is an engine with a namespace. Keys and formats keep
+/// the field.
 pub const GROUP: u32 = 0;
 
-/// What a block is kept under in one process: namespaces are numbered by the sidecar.
+/// The key of a kept block in one process: the sidecar numbers the namespaces.
 #[repr(C)]
 #[derive(Copy, Clone, Eq, PartialEq, Ord, PartialOrd, Hash, Debug)]
 pub struct BlockKey {
@@ -72,15 +74,15 @@ pub struct BlockKey {
     pub hash: BlockHash,
 }
 
-/// 128-bit digest of everything that makes bytes interchangeable.
+/// 128-bit digest of every property that makes bytes interchangeable.
 #[repr(C)]
 #[derive(Copy, Clone, Eq, PartialEq, Ord, PartialOrd, Hash)]
 pub struct NamespaceDigest(pub [u8; 16]);
 
-/// The label that a block carries on a device and between peers: each read compares it with the label that is asked for.
+/// The label of a block on a device and between peers. Each read compares it with the wanted label.
 #[derive(Copy, Clone, Debug, Eq, Hash, PartialEq)]
 pub struct Label {
-    /// Digest of everything that makes bytes interchangeable.
+    /// Digest of every property that makes bytes interchangeable.
     pub namespace: NamespaceDigest,
     /// Cache group.
     pub group: u32,
@@ -95,22 +97,22 @@ const _: () = assert!(size_of::<BlockKey>() == 40 && align_of::<BlockKey>() == 4
 const _: () = assert!(std::mem::offset_of!(BlockKey, hash) == 8);
 const _: () = assert!(size_of::<NamespaceDigest>() == 16);
 
-/// Bytes that are no block hash, or a hash that cannot be derived as vLLM derives it.
+/// An invalid block hash, or a hash that cannot be derived as vLLM derives it.
 #[derive(Debug, Error, Eq, PartialEq)]
 pub enum KeyError {
-    /// Neither 16 nor 32 bytes.
+    /// The hash has a length other than 16 or 32 bytes.
     #[error(
         "a block hash has {0} bytes: pass 16 (xxhash_cbor, xxhash) or 32 (sha256_cbor, sha256), as the engine made it"
     )]
     Length(usize),
-    /// A word that names none of a closed set.
+    /// A word outside a closed set.
     #[error("{what} '{found}' is unknown: pass one of {valid}")]
     Unknown {
-        /// What was to be named.
+        /// The subject of the word.
         what: &'static str,
         /// The word.
         found: String,
-        /// The words there are.
+        /// The valid words.
         valid: &'static str,
     },
     /// The first parent hash cannot be known from outside the engine.
@@ -119,22 +121,22 @@ pub enum KeyError {
          engines and pass the same seed"
     )]
     RandomNoneHash(Algorithm),
-    /// A seed that no Python takes.
+    /// A seed too long for Python.
     #[error(
         "the seed has {0} bytes: pass the engines' PYTHONHASHSEED, \"random\" or a number up to 4294967295"
     )]
     Seed(usize),
-    /// A block of no tokens, or of more than are hashed at once.
+    /// A block of no tokens, or of more tokens than this release hashes at once.
     #[error("a block has {tokens} tokens: {algorithm} is derived for 1 to {limit}")]
     BlockTokens {
         /// Tokens of a block.
         tokens: u32,
-        /// Who hashes them.
+        /// The algorithm that hashes them.
         algorithm: Algorithm,
-        /// The most it takes.
+        /// The most tokens it takes.
         limit: u32,
     },
-    /// A block is not made of whole hashed blocks.
+    /// A block that does not consist of whole hashed blocks.
     #[error(
         "blocks have {block} tokens and hashes cover {hashed}: block_size must be a multiple of hash_block_size"
     )]
@@ -163,7 +165,7 @@ pub enum KeyError {
          salt], or form \"bare\""
     )]
     Untagged(String),
-    /// Pickled bytes depend on which of two equal texts are one object, which nobody outside the engine knows.
+    /// Pickled bytes depend on whether two equal texts are one object, and only the engine knows.
     #[error(
         "{0} hashes a pickle, whose bytes depend on object identity if a block has two extra keys or equal texts in \
          one: run the engines with --prefix-caching-hash-algo {0}_cbor"
@@ -176,7 +178,7 @@ pub enum KeyError {
     PickleBytes {
         /// Bytes found.
         found: usize,
-        /// Who hashes them.
+        /// The algorithm that hashes them.
         algorithm: Algorithm,
     },
 }
@@ -184,15 +186,16 @@ pub enum KeyError {
 // === impl BlockHash ===
 
 impl BlockHash {
-    /// A hash from the engine's bytes.
+    /// Makes a hash from the engine's bytes; fails unless there are 16 or 32.
     pub fn from_slice(bytes: &[u8]) -> Result<Self, KeyError> {
         let mut hash = Self([0; HASH_BYTES_MAX]);
         hash.set(bytes)?;
         Ok(hash)
     }
 
-    /// Takes the engine's bytes in place. Where a hash is moved out of a result, it is read in other pieces than it was written in,
-    /// and such a load waits until every store before it has left the core: 20 ns where those went to shared memory.
+    /// Sets the hash from the engine's bytes in place; fails unless there are 16 or 32. A hash moved out of a
+    /// result is read in other pieces than it was written in; such a load waits until every earlier store has
+    /// left the core: 20 ns if those went to shared memory.
     #[inline]
     pub fn set(&mut self, bytes: &[u8]) -> Result<(), KeyError> {
         let (short, rest) = self.0.split_at_mut(HASH_BYTES_SHORT);
@@ -207,20 +210,21 @@ impl BlockHash {
         Ok(())
     }
 
-    /// The hash of the same block under something that vLLM's own hash leaves out, such as an adapter's weights, of which
-    /// `fold` is a digest.
+    /// Returns the hash of the same block under an input that vLLM's own hash leaves out, such as an
+    /// adapter's weights. `fold` is a digest of that input.
     pub fn folded(&self, fold: &[u8; 16]) -> Self {
         let hasher = Sha256::new().chain_update(FOLD_TAG).chain_update(fold).chain_update(self.0);
         Self(hasher.finalize().into())
     }
 
-    /// The hash as the engine made it. One of 32 bytes whose second half is zeros is taken for one of 16; no digest is such.
+    /// Returns the hash as the engine made it. A hash of 32 bytes with a second half of zeros would be taken
+    /// for one of 16; no digest has such a half.
     pub fn unpadded(&self) -> &[u8] {
         let (short, rest) = self.0.split_at(HASH_BYTES_SHORT);
         if rest.iter().all(|byte| *byte == 0) { short } else { &self.0 }
     }
 
-    /// The second digest of a hash of 16 bytes.
+    /// Returns the second digest of a hash of 16 bytes.
     pub(crate) fn second(&self) -> [u8; HASH_BYTES_SHORT] {
         *self.0.last_chunk().expect("32 bytes")
     }
@@ -230,14 +234,14 @@ impl BlockHash {
         *self.0.last_chunk_mut().expect("32 bytes") = digest;
     }
 
-    /// The hash as four little-endian words.
+    /// Returns the hash as four little-endian words.
     #[inline]
     pub fn words(&self) -> [u64; 4] {
         let (eights, _) = self.0.as_chunks::<8>();
         [0, 1, 2, 3].map(|index| u64::from_le_bytes(eights[index]))
     }
 
-    /// The hash whose words these are.
+    /// Makes a hash from four little-endian words.
     pub fn from_words(words: [u64; 4]) -> Self {
         let mut hash = [0; HASH_BYTES_MAX];
         for (eight, word) in hash.as_chunks_mut::<8>().0.iter_mut().zip(words) {
@@ -250,13 +254,13 @@ impl BlockHash {
 // === impl NamespaceDigest ===
 
 impl NamespaceDigest {
-    /// The digest as two little-endian words.
+    /// Returns the digest as two little-endian words.
     pub fn words(&self) -> [u64; 2] {
         let value = u128::from_le_bytes(self.0);
         [value as u64, (value >> 64) as u64]
     }
 
-    /// The digest whose words these are.
+    /// Makes a digest from two little-endian words.
     pub fn from_words(words: [u64; 2]) -> Self {
         Self((u128::from(words[0]) | u128::from(words[1]) << 64).to_le_bytes())
     }

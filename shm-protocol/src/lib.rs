@@ -1,16 +1,19 @@
-//! What an engine process and the sidecar must agree on, byte for byte.
+//! The protocol between an engine process and the sidecar, byte for byte. `PROTOCOL.md` beside this crate
+//! states the same for other languages.
 //!
-//! Job: the handshake ([`handshake`]), the shared session memory ([`layout`], [`session`]), the rings in it
-//! ([`ring`]), the messages on them (one list of all, `messages`; [`message`]) and what they ask ([`request`]), taking loads back ([`gate`]), block keys and
-//! namespaces ([`key`], [`namespace`]) with the digest of weight files ([`weight_files`]) and the inside of pages ([`page_form`])
-//! in them, the layout of the DRAM pool ([`pool`]) and the bytes of its blocks ([`blocks`]), where a query found a block
-//! ([`source`]), what is told of kept blocks ([`announcement`]), and how two releases agree on a version of these ([`versions`]).
-//! `PROTOCOL.md` beside this crate states the same for other languages.
+//! Job: the handshake ([`handshake`]) and the versions of two releases ([`versions`]); the shared session
+//! memory ([`layout`], [`session`]) with its rings ([`ring`]), their messages (one list, `messages`;
+//! [`message`]) and requests ([`request`]), and the gates by which an engine takes loads back ([`gate`]);
+//! block keys and namespaces ([`key`], [`namespace`]) with the digest of weight files ([`weight_files`]) and
+//! the inside of pages ([`page_form`]); the layout of the DRAM pool ([`pool`]), the bytes of its blocks
+//! ([`blocks`]), the tier of a hit ([`source`]), and the announcements of kept blocks ([`announcement`]).
 //!
-//! Beside these, for every crate: enums whose variants have names ([`names`]), and random numbers ([`random`]).
+//! Beside these, for every crate: enums with a name for each variant ([`names`]), and random numbers
+//! ([`random`]).
 //!
-//! May depend on: ciborium, sha2, twox-hash, hex, serde, rustix, libc. Never: decides anything, starts a thread, reads the environment,
-//! trusts a peer's value twice, or, outside of [`blocks`], keeps a reference to plain memory that a peer can write.
+//! May depend on: ciborium, sha2, twox-hash, hex, serde, rustix, libc. Never: decides anything, starts a
+//! thread, reads the environment, reads a peer's value again after checking it, or, outside of [`blocks`],
+//! keeps a reference to plain memory writable by a peer.
 
 #![warn(missing_docs)]
 
@@ -40,9 +43,9 @@ pub mod versions;
 pub mod wait;
 pub mod weight_files;
 
-/// The newest version of the handshake, the session memory and the messages that this release speaks.
+/// The newest version of the handshake, the session memory and the messages in this release.
 pub const PROTOCOL_VERSION: u32 = 3;
-/// The oldest one that it speaks. Peers without a common version refuse each other, naming both ranges.
+/// The oldest version in this release. Peers without a common version refuse each other, naming both ranges.
 pub const PROTOCOL_OLDEST: u32 = 2;
-/// The first version in which a scheduler says which steps it accepted: [`message::Kind::Accept`].
+/// The first version with [`message::Kind::Accept`], by which a scheduler names the steps it accepted.
 pub const ACCEPT_SINCE: u32 = 3;

@@ -43,7 +43,8 @@ macro_rules! kinds {
         }
 
         impl Kind {
-            /// Whether the message may use the reserved slots: it gives something back or fulfils a promise.
+            /// True if the message may use the reserved slots, since it gives something back or fulfils a
+            /// promise.
             pub fn reserved(self) -> bool {
                 match self {
                     $(Self::$variant => !stringify!($($reserved)?).is_empty(),)*
@@ -58,13 +59,13 @@ messages!(kinds);
 codes! {
 /// Outcome of an operation, the low byte of its word or its completion.
 Status "status" {
-    /// Not known yet; the word will change.
+    /// The outcome is not known yet; the word will change.
     1 Pending "PENDING",
-    /// Done: `value` is the number of hit or moved blocks.
+    /// The operation is done: `value` is the number of hit or moved blocks.
     2 Ok "OK",
-    /// Nothing was moved, or less than asked, for a reason that a later attempt may not meet.
+    /// No block was moved, or fewer than asked, for a reason a later attempt may not meet.
     3 Failed "FAILED",
-    /// The lease is not one the sidecar knows.
+    /// The sidecar does not know the lease.
     4 LeaseUnknown "LEASE_UNKNOWN",
     /// The lease has run out.
     5 LeaseExpired "LEASE_EXPIRED",
@@ -72,50 +73,54 @@ Status "status" {
     6 LeaseForeign "LEASE_FOREIGN",
     /// The lease was used already.
     7 LeaseConsumed "LEASE_CONSUMED",
-    /// Not every rank has joined the run, or stated the weights that it holds now.
+    /// Not every rank has joined the run, or stated the weights it holds now.
     8 NotReady "NOT_READY",
-    /// A query: `value` is the number of hits, but some of their blocks are still on their way ([`QUERY_ARRIVING`]).
+    /// A query: `value` is the number of hits, but some of their blocks are still on their way
+    /// ([`QUERY_ARRIVING`]).
     9 Arriving "ARRIVING",
-    /// A load: a block that was on its way has not come. Nothing was written, and nothing will be.
+    /// A load: a block on its way has not come. No block was or will be written.
     10 Absent "ABSENT",
-    /// A query: what this engine computes differs from what its namespace keeps, so it is served nothing of it.
+    /// A query: this engine's computed KV differs from the KV of its namespace, so it gets no hits there.
     11 Barred "BARRED",
     /// The end of a load at a rank: its plan is of another namespace than the rank's blocks.
     12 Mismatch "MISMATCH",
 }
 }
 
-/// `flags` of APPEND: this engine computes the keys of the log for another one, and will save them before it closes the log. Only
-/// where [`crate::handshake::Welcome::handover`].
+/// `flags` of APPEND: this engine computes the keys of the log for another one, and will save them before it
+/// closes the log. Only with [`crate::handshake::Welcome::handover`].
 pub const APPEND_PROMISED: u8 = 1;
-/// `flags` of APPEND: its last key is that of a prompt's tail, a block that is partly full. No key may follow it in the log. Only where
-/// [`crate::handshake::Welcome::tails`].
+/// `flags` of APPEND: its last key is the key of a prompt's tail, a partly full block. No key may follow it
+/// in the log. Only with [`crate::handshake::Welcome::tails`].
 pub const APPEND_TAIL: u8 = 2;
-/// `flags` of QUERY: it may be answered with [`Status::Arriving`]. What is loaded under that answer may fail.
+/// `flags` of QUERY: the sidecar may answer with [`Status::Arriving`]. Loads under such an answer may fail.
 pub const QUERY_ARRIVING: u8 = 1;
-/// `flags` of QUERY: another engine computes these keys, or is about to. Only where [`crate::handshake::Welcome::handover`].
+/// `flags` of QUERY: another engine computes these keys, or is about to. Only with
+/// [`crate::handshake::Welcome::handover`].
 pub const QUERY_AWAIT: u8 = 2;
-/// `flags` of QUERY: it asks for the last kept one of its keys. `value` is its place and 1, and no other key is leased. Only
-/// where [`crate::handshake::Welcome::states`].
+/// `flags` of QUERY: find the last kept one of its keys. `value` is its place plus 1, and no other key is
+/// leased. Only with [`crate::handshake::Welcome::states`].
 pub const QUERY_LAST: u8 = 4;
-/// `flags` of LOAD: the step that the load belongs to waits for it.
+/// `flags` of LOAD: the load's step waits for it.
 pub const LOAD_SYNC: u8 = 1;
 /// `flags` of LOAD: the ranks copy from the pool themselves and report LOADED.
 pub const LOAD_BY_ENGINE: u8 = 2;
-/// `flags` of LOAD: its blocks are free once the step before its own is done; nothing of its own step touches them first.
+/// `flags` of LOAD: its blocks are free once the step before its own is done; its own step does not touch
+/// them first.
 pub const LOAD_EARLY: u8 = 4;
-/// `flags` of SAVE: what is kept already under its keys is compared with these blocks.
+/// `flags` of SAVE: compare the blocks already kept under its keys with these blocks.
 pub const SAVE_CHECKED: u8 = 1;
-/// `flags` of SAVE: another engine will load these blocks. Only where [`crate::handshake::Welcome::handover`].
+/// `flags` of SAVE: another engine will load these blocks. Only with [`crate::handshake::Welcome::handover`].
 pub const SAVE_HANDOVER: u8 = 2;
-/// `flags` of LOAD: its query was answered with [`Status::Arriving`], so its blocks may have to be waited for.
+/// `flags` of LOAD: its query was answered with [`Status::Arriving`], so some blocks may still be on their
+/// way.
 pub const LOAD_ARRIVING: u8 = 8;
 
 /// One submission, as it lies in a slot: `kind u8, flags u8, pad u16, log u32, op u64, from u32, count u32, step u64,
 /// lease u64, data [u32; 6]`.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct Message {
-    /// What is asked.
+    /// The kind of the message.
     pub kind: Kind,
     /// Bits by kind.
     pub flags: u8,
@@ -138,7 +143,7 @@ pub struct Message {
 /// The most chunks one APPEND names.
 pub const APPEND_CHUNKS: usize = 6;
 
-/// A slot's bytes do not form a message.
+/// The bytes of a slot do not form a message.
 #[derive(Debug, Error, Eq, PartialEq)]
 #[error("a ring slot holds {what} {value}, which this version does not know")]
 pub struct DecodeError {
@@ -146,7 +151,7 @@ pub struct DecodeError {
     pub(crate) value: u8,
 }
 
-/// A word of two halves, the low one first.
+/// Joins two halves to a word, the low one first.
 fn pair([low, high]: [u32; 2]) -> u64 {
     u64::from(low) | u64::from(high) << 32
 }
@@ -158,7 +163,7 @@ fn halves(word: u64) -> [u32; 2] {
 // === impl Status ===
 
 impl Status {
-    /// Whether it says of a load that nobody has written, or will write, a block of it.
+    /// True if the status of a load says that none of its blocks was or will be written.
     pub fn is_refusal(self) -> bool {
         !matches!(self, Self::Pending | Self::Ok | Self::Failed)
     }
@@ -167,19 +172,19 @@ impl Status {
 // === impl Message ===
 
 impl Message {
-    /// A message of `kind` with every other field zero.
+    /// Makes a message of `kind` with every other field zero.
     pub fn new(kind: Kind) -> Self {
         Self { kind, flags: 0, log: 0, op: 0, from: 0, count: 0, step: 0, lease: 0, data: [0; 6] }
     }
 
-    /// The slot's words.
+    /// Returns the words of the slot.
     pub fn encode(&self) -> Slot {
         let Self { kind, flags, log, op, from, count, step, lease, data: [a, b, c, d, e, f] } = *self;
         let head = pair([u32::from(kind as u8) | u32::from(flags) << 8, log]);
         [head, op, pair([from, count]), step, lease, pair([a, b]), pair([c, d]), pair([e, f])]
     }
 
-    /// Reads a slot that was copied out of shared memory.
+    /// Reads a slot already copied out of shared memory. Fails on an unknown kind.
     pub fn decode(slot: &Slot) -> Result<Self, DecodeError> {
         let [head, op, keys, step, lease, data @ ..] = *slot;
         let ([head, log], [from, count]) = (halves(head), halves(keys));
@@ -188,7 +193,7 @@ impl Message {
         Ok(Self { kind: kind.try_into()?, flags, log, op, from, count, step, lease, data })
     }
 
-    /// `data[0..4]` as 16 bytes: a run id, a salt or a digest.
+    /// Returns `data[0..4]` as 16 bytes: a run id, a salt or a digest.
     pub fn bytes16(&self) -> [u8; 16] {
         let mut bytes = [0; 16];
         for (target, word) in bytes.chunks_exact_mut(4).zip(self.data) {
@@ -209,11 +214,11 @@ impl Message {
 /// A word of the completion table: `op` (low 32 bits) in the high half, then a 24-bit value, then the status byte.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct Outcome {
-    /// Low 32 bits of the operation's id; an older one means the word is not the reader's.
+    /// Low 32 bits of the operation's id; a word with older bits belongs to an earlier operation.
     pub op: u32,
     /// Hit or moved blocks.
     pub value: u32,
-    /// What became of it.
+    /// The outcome of the operation.
     pub status: Status,
 }
 
@@ -223,13 +228,13 @@ pub const OUTCOME_VALUE_MAX: u32 = (1 << 24) - 1;
 // === impl Outcome ===
 
 impl Outcome {
-    /// The table's word.
+    /// Returns the word for the table.
     pub fn encode(&self) -> u64 {
         assert!(self.value <= OUTCOME_VALUE_MAX, "a log holds at most 2^20 keys");
         u64::from(self.op) << 32 | u64::from(self.value) << 8 | u64::from(self.status as u8)
     }
 
-    /// Reads a word that was loaded once.
+    /// Reads a word loaded once. Fails on an unknown status.
     pub fn decode(word: u64) -> Result<Self, DecodeError> {
         let value = (word >> 8) as u32 & OUTCOME_VALUE_MAX;
         Ok(Self { op: (word >> 32) as u32, value, status: (word as u8).try_into()? })
@@ -247,26 +252,27 @@ pub struct Saved {
     pub present: u32,
     /// Blocks given up because their source was about to be overwritten.
     pub cancelled: u32,
-    /// Blocks for which there was no room, or whose copy failed.
+    /// Blocks given up because the engine was about to overwrite their source.
     pub dropped: u32,
-    /// Blocks of those present that were compared with what was kept ([`SAVE_CHECKED`]).
+    /// Present blocks compared with the kept ones ([`SAVE_CHECKED`]).
     pub checked: u32,
-    /// Blocks of those compared that differed by more than computing them twice does.
+    /// Compared blocks with a larger difference than computing them twice makes.
     pub differing: u32,
-    /// The largest difference of those compared, in millionths; all ones where it is larger than that can say.
+    /// The largest difference of the compared blocks, in millionths; all ones for a difference beyond the
+    /// field's range.
     pub difference: u32,
     /// The limit of `difference`, in millionths.
     pub limit: u32,
-    /// Blocks of those dropped that the engine may not save before it has proven what it computes.
+    /// Dropped blocks the engine may not save before it has proven its KV.
     pub unproven: u32,
-    /// Blocks of those dropped whose step the engine did not accept.
+    /// Dropped blocks whose step the engine did not accept.
     pub unaccepted: u32,
 }
 
 // === impl Saved ===
 
 impl Saved {
-    /// The slot's words.
+    /// Returns the words of the slot.
     pub fn encode(&self) -> Slot {
         let mut copy = *self;
         let [a, b, c, d, e] = copy.counts().map(|of| pair(of.map(|count| *count)));
@@ -300,7 +306,7 @@ impl Saved {
 /// One entry of a worker's completion ring: a block to be copied into the staging segment. Answered by STAGED.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct Stage {
-    /// Names the request; written to the slot's word before its bytes, and repeated in the answer.
+    /// Tag of the request; written to the slot's word before its bytes, and repeated in the answer.
     pub tag: u64,
     /// Block of the engine.
     pub block: u32,
@@ -311,12 +317,12 @@ pub struct Stage {
 // === impl Stage ===
 
 impl Stage {
-    /// The slot's words.
+    /// Returns the words of the slot.
     pub fn encode(&self) -> Slot {
         [self.tag, pair([self.block, self.slot]), 0, 0, 0, 0, 0, 0]
     }
 
-    /// Reads a slot; whether block and slot exist is the reader's to check.
+    /// Reads a slot. The caller checks if block and slot exist.
     pub fn decode(slot: &Slot) -> Self {
         let [block, place] = halves(slot[1]);
         Self { tag: slot[0], block, slot: place }

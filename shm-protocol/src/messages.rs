@@ -1,4 +1,4 @@
-//! The one list of messages. Kinds, requests, codec, bounds and refusals are made of it.
+//! The one list of messages. Macros make kinds, requests, codec, bounds and refusals from it.
 
 /// Passes the messages to macro `$then`: code, variant, name, `reserved` for the right to the reserved slots, then for each sender the
 /// fields, each with its place in a [`crate::message::Message`]. `of NAME` is a scheduler's message with a type of its own.
@@ -32,7 +32,7 @@ macro_rules! messages {
                     op: u64 = OP,
                     /// The keys, at most [`crate::layout::QUERY_KEYS`].
                     keys: Keys = ASKED,
-                    /// It may be answered while blocks are on their way.
+                    /// The sidecar may answer while blocks are on their way.
                     arriving: bool = flag_bit::<QUERY_ARRIVING, 3>(),
                     /// Another engine computes these keys, or is about to.
                     awaits: bool = flag_bit::<QUERY_AWAIT, 3>(),
@@ -53,7 +53,7 @@ macro_rules! messages {
                     step: u64 = STEP,
                     /// Operation of the query behind the lease.
                     lease: u64 = LEASE,
-                    /// How it is to be done.
+                    /// The flags of the load.
                     flags: LoadFlags = LOAD_FLAGS,
                 }
             }
@@ -92,12 +92,12 @@ macro_rules! messages {
                     log: u32 = LOG,
                 }
             }
-            /// Ends a log and its lease; its chunks are the engine's again once the head has passed this message.
+            /// Ends a log and its lease; the engine may use its chunks again once the head has passed this message.
             8 Close "CLOSE" reserved {
                 scheduler {
                     /// The log.
                     log: u32 = LOG,
-                    /// A number for the way in which the request's answer ended, equal for equal ways; 0: not told.
+                    /// A number for the way in which the request's answer ended, equal for equal ways; 0: not known.
                     way: u32 = WAY,
                 }
             }
@@ -144,7 +144,7 @@ macro_rules! messages {
                     keys: Keys = ASKED,
                 }
             }
-            /// A scheduler tells of a change of the weights, perhaps; each rank answers with a digest of its own.
+            /// Announces a possible change of the weights (scheduler), or answers with a digest of the rank's weights (worker).
             14 Weights "WEIGHTS" reserved {
                 scheduler {
                     /// Its number, from 1 on; greater than the session's last one.

@@ -1,6 +1,7 @@
 //! Enums with a name for each variant: labels of metrics, words of options, kinds of the protocol.
 
-/// Defines an enum with an array of all variants and a name for each. The number of a variant is stated behind `as`, or counted.
+/// Defines an enum with an array of all variants and a name for each. The number of a variant is stated
+/// behind `as`, or counted.
 #[macro_export]
 macro_rules! named {
     (
@@ -20,14 +21,14 @@ macro_rules! named {
             /// Every variant, in the order of their numbers.
             $vis const ALL: [Self; [$($text),*].len()] = [$(Self::$variant),*];
 
-            /// Its name.
+            /// Returns the variant's name.
             $vis const fn name(self) -> &'static str {
                 match self {
                     $(Self::$variant => $text,)*
                 }
             }
 
-            /// The variant with this name.
+            /// Returns the variant with this name, if there is one.
             $vis fn named(name: &str) -> Option<Self> {
                 Self::ALL.into_iter().find(|variant| variant.name() == name)
             }

@@ -1,4 +1,5 @@
-//! The namespace: a digest of everything that makes the bytes of two engines interchangeable, and what sets two apart.
+//! The namespace: a digest of every property that makes the bytes of two engines interchangeable; and the
+//! differences of two namespaces.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -8,19 +9,21 @@ use sha2::{Digest, Sha256};
 pub use crate::handshake::WEIGHTS_LIVE;
 use crate::key::NamespaceDigest;
 
-/// What an engine states about itself, by name.
+/// The facts an engine states about itself, by name.
 pub type Facts = BTreeMap<String, String>;
 
-/// Characters of a fact in the one line of a namespace: a page descriptor. More are cut, before eight digits of a digest.
+/// Most characters of a fact in the one line of a namespace: a page descriptor. The rest is cut, and eight
+/// digits of a digest follow.
 const LINE_VALUE_MAX: usize = 160;
-/// Characters of a fact in an explanation: a page descriptor of a few kinds of layers.
+/// Most characters of a fact in an explanation: a page descriptor of a few kinds of layers.
 const EXPLAINED_VALUE_MAX: usize = 512;
 /// The fact `group_kind` of layers with a state, and without KV of each token.
 pub const STATE_KIND: &str = "state";
-/// Differences that an explanation names, causes first. With two values of 2,048 bytes each, all fit a record.
+/// Most differences named by an explanation, causes first. With two values of 2,048 bytes each, all fit a
+/// record.
 const EXPLAINED_MAX: usize = 8;
 
-/// Facts in the order in which they tell most, each with what makes two engines agree on it.
+/// Facts, the most telling first, each with the remedy by which two engines agree on it.
 const REMEDIES: &[(&str, &str)] = &[
     ("model", "serve the same model on both, or name the same weights alike on both"),
     (
@@ -63,26 +66,27 @@ const REMEDIES: &[(&str, &str)] = &[
 ];
 const UNKNOWN_REMEDY: &str = "state the same on both";
 
-/// One fact on which two engines do not agree.
+/// A fact with different values in two engines.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct Difference<'a> {
     /// The fact.
     pub name: &'a str,
-    /// What this engine states, if anything.
+    /// The value of this engine, if it states the fact.
     pub ours: Option<&'a str>,
-    /// What the other one states.
+    /// The value of the other engine, if it states the fact.
     pub theirs: Option<&'a str>,
-    /// What makes them agree.
+    /// The remedy by which the two agree.
     pub remedy: &'static str,
 }
 
-/// The namespace of an engine: the first 16 bytes of SHA-256 over the CBOR map of its facts, sorted by name.
+/// Returns the namespace of an engine: the first 16 bytes of SHA-256 over the CBOR map of its facts, sorted
+/// by name.
 pub fn digest(facts: &Facts) -> NamespaceDigest {
     truncate(Sha256::digest(crate::handshake::encode(facts)).as_slice())
 }
 
-/// What the samples of all ranks come to, in the order of ranks; `None` where no rank has one. A rank without one among others
-/// that have one counts as such.
+/// Returns the digest of the samples of all ranks, in the order of ranks; `None` if no rank has a sample. A
+/// rank without a sample among others counts with zeros.
 pub fn weights_live(ranks: impl IntoIterator<Item = Option<[u8; 16]>>) -> Option<[u8; 16]> {
     let (mut hasher, mut any) = (Sha256::new(), false);
     for live in ranks {
@@ -93,20 +97,22 @@ pub fn weights_live(ranks: impl IntoIterator<Item = Option<[u8; 16]>>) -> Option
     any.then(|| truncate(hasher.finalize().as_slice()).0)
 }
 
-/// The facts of an engine: what its ranks state, and the weights that all of them hold together, where they are known.
+/// Returns the facts of an engine: the statements of its ranks, and the digest of the weights of all ranks,
+/// if known.
 pub fn complete(stated: &Facts, live: Option<[u8; 16]>) -> Facts {
     let mut facts = stated.clone();
     facts.extend(live.map(|live| (WEIGHTS_LIVE.to_owned(), NamespaceDigest(live).to_string())));
     facts
 }
 
-/// Whether blocks are of use without the first ones of their chain: all layers have windows, or states.
+/// True if blocks are of use without the first blocks of their chain: all layers have windows, or states.
 pub fn has_parentless_blocks(facts: &Facts) -> bool {
     let reads_its_end = |kind: &str| kind.starts_with("window ") || kind == STATE_KIND;
     facts.get("group_kind").is_some_and(|kinds| kinds.split(", ").all(reads_its_end))
 }
 
-/// The next generation of a namespace, after its cache was reset: a digest of the old one and 16 random bytes.
+/// Returns the next generation of a namespace, after its cache was reset: a digest of the old one and 16
+/// random bytes.
 pub fn salted(namespace: NamespaceDigest, salt: [u8; 16]) -> NamespaceDigest {
     let mut hasher = Sha256::new();
     hasher.update(namespace.0);
@@ -114,8 +120,8 @@ pub fn salted(namespace: NamespaceDigest, salt: [u8; 16]) -> NamespaceDigest {
     truncate(hasher.finalize().as_slice())
 }
 
-/// A namespace and its facts in one line, the same from an engine and from the sidecar. Two that differ in a fact differ
-/// there in this line.
+/// Returns a namespace and its facts in one line, the same from an engine and from the sidecar. Two lines
+/// differ at each differing fact.
 pub fn line(facts: &Facts) -> String {
     let mut line = format!("namespace {}", digest(facts));
     for (name, _) in ordered(facts.keys().map(String::as_str)) {
@@ -129,7 +135,7 @@ pub fn line(facts: &Facts) -> String {
     line
 }
 
-/// What two engines do not agree on, the most telling first.
+/// Returns the facts with different values in two engines, the most telling first.
 pub fn differences<'a>(ours: &'a Facts, theirs: &'a Facts) -> Vec<Difference<'a>> {
     let names = ours.keys().chain(theirs.keys().filter(|name| !ours.contains_key(*name)));
     let both = ordered(names.map(String::as_str)).into_iter().map(|(name, remedy)| Difference {
@@ -141,8 +147,8 @@ pub fn differences<'a>(ours: &'a Facts, theirs: &'a Facts) -> Vec<Difference<'a>
     both.filter(|difference| difference.ours != difference.theirs).collect()
 }
 
-/// What keeps an engine with the facts `ours` from sharing with one of the facts `theirs`, and how to change that. Both page
-/// descriptors are in it where they differ.
+/// Explains why an engine with the facts `ours` does not share with one with the facts `theirs`, and how to
+/// change that. The text has both page descriptors if they differ.
 pub fn explain(ours: &Facts, theirs: &Facts) -> String {
     let found = differences(ours, theirs);
     let same = |name: &str| found.iter().all(|difference| difference.name != name);
@@ -167,12 +173,13 @@ pub fn explain(ours: &Facts, theirs: &Facts) -> String {
     text
 }
 
-/// Every fact that is known by name, the most telling first, each with what makes two engines agree on it.
+/// Returns every fact known by name, the most telling first, each with the remedy by which two engines agree
+/// on it.
 pub fn agreements() -> impl Iterator<Item = (&'static str, &'static str)> {
     REMEDIES.iter().copied()
 }
 
-/// Names with their remedies: those of the table in its order, then the rest.
+/// Returns names with their remedies: those of the table in its order, then the rest.
 fn ordered<'a>(names: impl Iterator<Item = &'a str>) -> Vec<(&'a str, &'static str)> {
     let place = |name: &str| REMEDIES.iter().position(|(known, _)| *known == name);
     let mut placed: Vec<_> = names.map(|name| (place(name).unwrap_or(REMEDIES.len()), name)).collect();
@@ -181,7 +188,8 @@ fn ordered<'a>(names: impl Iterator<Item = &'a str>) -> Vec<(&'a str, &'static s
     placed.into_iter().map(|(place, name)| (name, remedy(place))).collect()
 }
 
-/// A peer's text for a log: no control characters, and no more than `most` characters and a digest.
+/// Prepares a peer's text for a log: no control characters, at most `most` characters, and a digest of a
+/// longer text.
 fn shorten(text: &str, most: usize) -> String {
     let plain = |text: &str| -> String {
         let shown = |ch: char| if ch.is_control() { char::REPLACEMENT_CHARACTER } else { ch };

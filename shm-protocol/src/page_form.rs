@@ -1,5 +1,5 @@
-//! The fact `page_form`: the layers of a block, and where each element of K and V is in a page, by strides.
-//! `PROTOCOL.md`, section 1, defines the text.
+//! The fact `page_form`: the layers of a block, and the place of each element of K and V in a page, by
+//! strides. `PROTOCOL.md`, section 1, defines the text.
 
 mod tensor;
 
@@ -12,23 +12,24 @@ use thiserror::Error;
 
 pub use self::tensor::{KEY_THEN_VALUE, KEYS_THEN_VALUES, Tensor, describe_layers};
 
-/// Of one text: more layers than any model has, so that a reader may list them.
+/// Most layers of one text, more than any model has, so a reader may list them.
 const LAYERS_MAX: u64 = 4096;
-/// Of one layer's page: what the handshake allows all regions of a block.
+/// An exclusive limit for the bytes of one layer's page, equal to the handshake's limit for all regions of a
+/// block.
 const PAGE_BYTES_MAX: u64 = 1 << 40;
-/// The axes of K and V but the last one, `keys` or `values`.
+/// The axes of K and V except the last one, `keys` or `values`.
 const AXES: [&str; 3] = ["kv_heads", "kernel_blocks", "tokens"];
 
 /// The type of an element.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct Dtype {
-    /// As `page_form` and torch have it.
+    /// The name of the type in `page_form` and in torch.
     pub name: &'static CStr,
-    /// Of one element.
+    /// Bytes of an element.
     pub bytes: u64,
 }
 
-/// Every type that a plain page can have.
+/// Every type of elements of a plain page.
 pub const DTYPES: [Dtype; 8] = [
     Dtype { name: c"float64", bytes: 8 },
     Dtype { name: c"float32", bytes: 4 },
@@ -40,10 +41,10 @@ pub const DTYPES: [Dtype; 8] = [
     Dtype { name: c"float8_e5m2", bytes: 1 },
 ];
 
-/// Why a text is no description of plain pages.
+/// The reason why a text is no description of plain pages.
 #[derive(Clone, Debug, Error, Eq, PartialEq)]
 pub enum PageFormError {
-    /// Pages that no strides describe.
+    /// Strides do not describe the pages.
     #[error(
         "page_form: strides do not describe pages with packing={packing}, so only engines of the same kind can read \
          them: run the other engine with plain pages, or convert them in it ({text})"
@@ -51,36 +52,36 @@ pub enum PageFormError {
     Packing {
         /// The rule.
         packing: String,
-        /// What was read.
+        /// The text.
         text: String,
     },
-    /// A text that no engine states.
+    /// No engine states such a text.
     #[error("page_form: {why}: copy it from `pillion ctl namespaces` ({text})")]
     Unreadable {
-        /// What is wrong with it.
+        /// The error in the text.
         why: String,
-        /// What was read.
+        /// The text.
         text: String,
     },
 }
 
-/// Where the elements of K or of V are in a page, counted in elements.
+/// The places of the elements of K or of V in a page, counted in elements.
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
 pub struct Place {
-    /// The first element.
+    /// The place of the first element.
     pub offset: u64,
-    /// From one element of an axis to the next, in the order of [`Page::lengths`]; 0 for an axis of length 1.
+    /// The distance between neighbours of an axis, in the order of [`Page::lengths`]; 0 for an axis of length 1.
     pub strides: [u64; 4],
 }
 
-/// The inside of one layer's page, for so many consecutive layers.
+/// The inside of one layer's page, for a number of consecutive layers.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Page {
     /// Layers of this form.
     pub layers: u32,
     /// Tokens of a page.
     pub tokens: u32,
-    /// Tokens of the smaller blocks that attention kernels divide a page into; a divisor of `tokens`.
+    /// Tokens of the smaller blocks into which attention kernels divide a page; a divisor of `tokens`.
     pub kernel_block: u32,
     /// Heads of one shard.
     pub kv_heads: u32,
@@ -96,7 +97,7 @@ pub struct Page {
     pub v: Place,
 }
 
-/// One layer's page, whatever arranges its inside.
+/// One layer's page, for any arrangement of its inside.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct Layer {
     /// Bytes of its page.
@@ -105,8 +106,8 @@ pub struct Layer {
     pub dtype: Dtype,
 }
 
-/// The layers of one shard of a block, in their order, also of pages that no strides describe. `None`: the text does not say
-/// what they are.
+/// Returns the layers of one shard of a block, in their order, also those of pages without strides. `None` if
+/// the text does not describe them.
 pub fn layers(text: &str) -> Option<Vec<Layer>> {
     let mut layers = Vec::new();
     for page in text.split("; ") {
@@ -133,7 +134,7 @@ pub fn layers(text: &str) -> Option<Vec<Layer>> {
     Some(layers)
 }
 
-/// The pages of one shard of a block, layer after layer, where strides describe all of them.
+/// Returns the pages of one shard of a block, layer after layer; fails unless strides describe all of them.
 pub fn parse(text: &str) -> Result<Vec<Page>, PageFormError> {
     let pages = text.split("; ").map(Page::parse).collect::<Result<Vec<_>, _>>()?;
     if pages.iter().map(|page| u64::from(page.layers)).sum::<u64>() > LAYERS_MAX {
@@ -146,7 +147,7 @@ fn unreadable(text: &str, why: impl Into<String>) -> PageFormError {
     PageFormError::Unreadable { why: why.into(), text: text.to_owned() }
 }
 
-/// A number without sign and leading zeros, above 0.
+/// Parses a number above 0 without sign and leading zeros.
 fn number<T: FromStr>(text: &str) -> Option<T> {
     text.starts_with(|first| matches!(first, '1'..='9')).then(|| text.parse().ok())?
 }
@@ -158,7 +159,7 @@ impl Dtype {
         DTYPES.into_iter().find(|dtype| dtype.text() == name)
     }
 
-    /// Its name as text.
+    /// Returns the name as text.
     pub fn text(self) -> &'static str {
         self.name.to_str().expect("ASCII")
     }
@@ -167,7 +168,7 @@ impl Dtype {
 // === impl Place ===
 
 impl Place {
-    /// Terms joined by `+`: an offset, and axes with their strides.
+    /// Parses terms joined by `+`: an offset, and axes with their strides.
     fn parse(text: &str, content: &str) -> Option<Self> {
         let mut place = Self::default();
         for term in text.split('+').filter(|_| text != "0") {
@@ -184,7 +185,7 @@ impl Place {
         Some(place)
     }
 
-    /// The text for [`Place::parse`].
+    /// Writes the text for [`Place::parse`].
     fn terms(&self, content: &str) -> String {
         let mut axes: Vec<_> = self.strides.into_iter().zip(AXES.into_iter().chain([content])).collect();
         axes.retain(|(stride, _)| *stride > 0);
@@ -197,7 +198,7 @@ impl Place {
         if terms.is_empty() { "0".into() } else { terms.join("+") }
     }
 
-    /// Whether every axis longer than 1 has a stride, no other one has, and all elements lie below `end`.
+    /// True if every axis longer than 1 has a stride, no other one has, and all elements lie below `end`.
     fn fits(&self, lengths: [u32; 4], end: u64) -> bool {
         let mut last = Some(self.offset);
         for (stride, length) in self.strides.into_iter().zip(lengths) {
@@ -272,12 +273,13 @@ impl Page {
         Ok(page)
     }
 
-    /// The lengths of the axes of K or V: heads, kernel blocks, tokens of a kernel block, and `content`, its `keys` or `values`.
+    /// Returns the lengths of the axes of K or V: heads, kernel blocks, tokens of a kernel block, and
+    /// `content`, its `keys` or `values`.
     pub fn lengths(&self, content: u32) -> [u32; 4] {
         [self.kv_heads, self.tokens / self.kernel_block, self.kernel_block, content]
     }
 
-    /// Bytes of one layer's page.
+    /// Returns the bytes of one layer's page.
     pub fn bytes(&self) -> u64 {
         let content = u64::from(self.keys) + u64::from(self.values);
         u64::from(self.tokens) * u64::from(self.kv_heads) * content * self.dtype.bytes
@@ -290,7 +292,7 @@ mod tests {
 
     use super::*;
 
-    /// The one of PROTOCOL.md.
+    /// The example of PROTOCOL.md.
     const PROTOCOL: &str = "layers=3 tokens=32 kv_heads=2 keys=64 values=64 dtype=float32 \
                             k=kv_heads*4096+keys*32+tokens v=2048+kv_heads*4096+tokens*64+values packing=none";
 
@@ -379,7 +381,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever a peer states: an error, or pages whose elements lie in them.
+        /// Any text of a peer gives an error, or pages whose elements lie in them.
         #[test]
         fn what_is_read_lies_in_the_page(
             at in 0..PROTOCOL.len(),

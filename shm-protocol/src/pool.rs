@@ -1,14 +1,17 @@
-//! Where everything lies in the DRAM pool, which the sidecar writes and engines map read-only. Little-endian.
+//! The places of all words in the DRAM pool. The sidecar writes the pool, and engines map it read-only.
+//! Little-endian.
 //!
-//! A pool is a header page, then at [`SEGMENT_ALIGN`] fixed-size segments. A segment holds slots of one block size:
+//! A pool is a header page, then at [`SEGMENT_ALIGN`] fixed-size segments. A segment holds slots of one block
+//! size:
 //!
 //! ```text
 //! [segment header 64 B][slot headers, 128 B each][padding to 4096][slots, block bytes rounded up to 512 each]
 //! ```
 //!
-//! A slot is named by the pool offset of its data, which is all that a copy needs; its header follows from the
-//! offset and the block size. Every function here is arithmetic on values that may come from a peer: a wrong one is
-//! an error, never a panic. [`PoolView`] reads headers through a word accessor, so nothing here touches memory.
+//! A slot is named by the pool offset of its data; a copy needs only that. The place of its header follows
+//! from the offset and the block size. Every function here is arithmetic on values possibly from a peer: a
+//! wrong value is an error, never a panic. [`PoolView`] reads headers through a word accessor, so this module
+//! touches no memory.
 
 #[cfg(test)]
 mod tests;
@@ -23,19 +26,19 @@ use crate::versions::{RELEASE_BYTES, Versions};
 
 /// First word of a pool: `PILLPOOL` in ASCII.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"PILLPOOL");
-/// First word of an assigned segment: `PILLSEGM` in ASCII; anything else means unassigned.
+/// First word of an assigned segment: `PILLSEGM` in ASCII; any other value means unassigned.
 pub const SEGMENT_MAGIC: u64 = u64::from_le_bytes(*b"PILLSEGM");
 /// Version of this layout.
 pub const VERSION: u32 = 2;
-/// The oldest version that this release reads rightly, and whose release reads what this one writes.
+/// The oldest version read correctly by this release, and the oldest whose release reads this one's files.
 pub const OLDEST: u32 = 2;
 
-/// Segments start and are sized in multiples of a huge page, so that a pool may lie on hugetlbfs and be pinned in
+/// Alignment of segments' starts and sizes: a huge page, so a pool may lie on hugetlbfs and be pinned in
 /// whole pages.
 pub const SEGMENT_ALIGN: u64 = 2 << 20;
 /// The largest segment: a header area of 2^30 / 640 slots is still far below u32 indices.
 pub const SEGMENT_BYTES_MAX: u64 = 1 << 30;
-/// The largest pool: 2^32 slots of the smallest stride (512 bytes), so that 32 bits number every slot.
+/// The largest pool: 2^32 slots of the smallest stride (512 bytes), so 32 bits number every slot.
 pub const POOL_BYTES_MAX: u64 = 2 << 40;
 /// Bytes of the pool header page.
 pub const HEADER_BYTES: u64 = 4096;
@@ -43,9 +46,9 @@ pub const HEADER_BYTES: u64 = 4096;
 pub const SEGMENT_HEADER_BYTES: u64 = 64;
 /// Bytes of a slot header: two cache lines, so that neighbours never share one.
 pub const SLOT_HEADER_BYTES: u64 = 128;
-/// Slots start at multiples of this, the largest logical block of common disks, for O_DIRECT.
+/// Alignment of slots for O_DIRECT: the largest logical block of common disks.
 pub const SLOT_ALIGN: u64 = 512;
-/// The first slot of a segment starts at a multiple of a page.
+/// Alignment of a segment's first slot: a page.
 pub const DATA_ALIGN: u64 = 4096;
 
 /// Words of the pool header page.
@@ -62,11 +65,12 @@ pub mod header {
     pub const BOOT_ID: u64 = 32;
     /// u64: epoch of the sidecar that wrote the pool.
     pub const EPOCH: u64 = 48;
-    /// u64: how many sidecars have had this file, from 1; see [`super::first_generation`].
+    /// u64: number of sidecars that have had this file, from 1; see [`super::first_generation`].
     pub const LIFE: u64 = 56;
-    /// u64: 1 while all behind this page is of this header's layout; 0 until what was there before is emptied.
+    /// u64: 1 while all bytes behind this page are of this header's layout; 0 until the earlier content is
+    /// emptied.
     pub const SETTLED: u64 = 64;
-    /// u64: the oldest version whose reader reads this file rightly, [`super::OLDEST`] of its writer.
+    /// u64: the oldest version whose reader reads this file correctly, [`super::OLDEST`] of its writer.
     pub const OLDEST: u64 = 72;
     /// 32 bytes: the writer's release, UTF-8, padded with zeros.
     pub const RELEASE: u64 = 80;
@@ -98,27 +102,29 @@ pub mod slot {
     pub const HASH: u64 = offset_of!(SlotHeader, hash) as u64;
     /// u32 in a u64 word: number of the block's bundle of cache groups; the upper half, `set`, is reserved, zero.
     pub const GROUP: u64 = offset_of!(SlotHeader, group) as u64;
-    /// u64: bytes of the block; zero of one that was removed and may still be read, which no later life adopts.
+    /// u64: bytes of the block; zero for a removed block that readers may still use. No later life adopts it.
     pub const LENGTH: u64 = offset_of!(SlotHeader, length) as u64;
     /// u64: [`super::checksum`] of the block, xor [`super::header_checksum`] of this header; zero while unknown.
     pub const CHECKSUM: u64 = offset_of!(SlotHeader, checksum) as u64;
-    /// Reserved up to the header's end. Every filling writes zeros here: a later release finds nothing old in its fields.
+    /// Reserved up to the header's end. Every filling writes zeros here: a later release finds no old bytes
+    /// in its fields.
     pub const PADDING: u64 = offset_of!(SlotHeader, padding) as u64;
 }
 
-/// Slot state: holds nothing.
+/// Slot state: holds no block.
 pub const FREE: u64 = 0;
-/// Slot state: being written; its bytes mean nothing yet.
+/// Slot state: being written; its bytes are not valid yet.
 pub const FILLING: u64 = 1;
 /// Slot state: whole.
 pub const COMMITTED: u64 = 2;
 
-/// Fillings that one life of a sidecar may number: 2^40 is a million a second for 12 days, and 2^24 lives remain.
+/// Bits for the fillings of one life of a sidecar: 2^40 is a million a second for 12 days, and 2^24 lives
+/// remain.
 const GENERATIONS_PER_LIFE_BITS: u32 = 40;
-/// The last life that a pool can have: the one after it would number its fillings as the first did.
+/// The last life of a pool: the next one would number its fillings as the first did.
 pub const LIFE_MAX: u64 = (1 << (u64::BITS - GENERATIONS_PER_LIFE_BITS)) - 1;
 
-/// The memory image of a slot header; states the layout, is never laid over shared memory.
+/// The memory image of a slot header. It states the layout, and is never laid over shared memory.
 #[repr(C)]
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct SlotHeader {
@@ -148,7 +154,7 @@ const _: () =
     assert!(header::RELEASE + RELEASE_BYTES as u64 <= HEADER_BYTES && HEADER_BYTES <= SEGMENT_ALIGN);
 const _: () = assert!(segment::SLOT_COUNT + 8 <= SEGMENT_HEADER_BYTES);
 
-/// A filled slot as it is named on the wire.
+/// A filled slot as messages name it.
 #[repr(C)]
 #[derive(Copy, Clone, Debug, Eq, PartialEq, Hash, Ord, PartialOrd)]
 pub struct SlotRef {
@@ -160,12 +166,12 @@ pub struct SlotRef {
 
 const _: () = assert!(size_of::<SlotRef>() == 16);
 
-/// What a sidecar finds in a slot of a pool that an earlier one has left.
+/// The content of a slot in a pool left by an earlier sidecar.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub enum Remains {
-    /// Nothing; the slot may be filled.
+    /// The slot is free and may be filled.
     Free,
-    /// A block that is whole by its header, which states a checksum.
+    /// A block whose header is whole and states a checksum.
     Block {
         /// Number of the filling.
         generation: u64,
@@ -176,14 +182,15 @@ pub enum Remains {
         /// Block hash.
         hash: BlockHash,
     },
-    /// A filling that never ended, a block without a checksum, or a header that no sidecar writes: never to be served.
+    /// A filling without an end, a block without a checksum, or a header no sidecar writes: never to be
+    /// served.
     Debris {
-        /// What stands where the number of the filling does.
+        /// The value of the slot's generation word.
         generation: u64,
     },
 }
 
-/// Where a slot lies, derived from its data offset.
+/// The place of a slot, derived from its data offset.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct SlotPlace {
     /// Segment number.
@@ -194,7 +201,7 @@ pub struct SlotPlace {
     pub header: u64,
 }
 
-/// A value that fits no pool layout.
+/// A value outside of any pool layout.
 #[derive(Debug, Error, Eq, PartialEq)]
 pub enum LayoutError {
     /// Segment size out of range.
@@ -217,10 +224,10 @@ pub enum LayoutError {
     /// Not the start of a slot's data.
     #[error("pool offset {0} is not the start of a slot of this block size")]
     Offset(u64),
-    /// A layout that this release does not read, or whose file it would spoil for its writer.
+    /// The pool has a layout this release does not read, or whose file it would spoil for its writer.
     #[error("the pool has layout {found}, and this release reads {}", own_versions())]
     Version {
-        /// What its header states.
+        /// The versions in its header.
         found: Versions,
     },
     /// Not a pool.
@@ -232,7 +239,7 @@ pub enum LayoutError {
         what: &'static str,
         /// Value found.
         found: u64,
-        /// Value that fits.
+        /// The fitting value.
         expected: u64,
     },
 }
@@ -252,48 +259,49 @@ pub struct Geometry {
     pub data: u64,
 }
 
-/// The layouts that this release reads; written into the header.
+/// Returns the layouts read by this release, for the header too.
 pub fn own_versions() -> Versions {
     Versions::own(VERSION, OLDEST)
 }
 
-/// Whether this release reads, and may adopt, the pool with this header; `load` as in [`PoolView`].
+/// Fails unless this release reads, and may adopt, the pool with this header; `load` as in [`PoolView`].
 pub fn check_versions(load: impl Fn(usize) -> u64) -> Result<(), LayoutError> {
-    // SYNC POINT(pool header): the version is loaded first; whoever sees it sees the fields that were stored before it.
+    // SYNC POINT(pool header): the version is loaded first; a reader of the version sees the fields stored
+    // before it.
     let (version, oldest) = (load(header::VERSION as usize), load(header::OLDEST as usize));
     let release = std::array::from_fn(|at| load(header::RELEASE as usize + at / 8 * 8).to_le_bytes()[at % 8]);
     let found = Versions::of_file(version, oldest, &release);
     own_versions().common(&found).map(|_| ()).ok_or(LayoutError::Version { found })
 }
 
-/// Bytes of the largest block that fits a segment.
+/// Returns the bytes of the largest block in a segment of this size.
 pub const fn block_bytes_max(segment_bytes: u64) -> u64 {
     segment_bytes.saturating_sub(DATA_ALIGN)
 }
 
-/// Bytes of a pool with this many segments, its header included.
+/// Returns the bytes of a pool with this many segments, its header included.
 pub fn pool_bytes(segment_bytes: u64, segments: u64) -> Option<u64> {
     segment_bytes.checked_mul(segments)?.checked_add(SEGMENT_ALIGN)
 }
 
-/// Pool offset of a segment.
+/// Returns the pool offset of a segment.
 pub fn segment_offset(segment_bytes: u64, segment: u64) -> Option<u64> {
     pool_bytes(segment_bytes, segment)
 }
 
-/// The first generation of a life: fillings of a later sidecar in the same file never repeat a number, so that a
-/// reader who still holds an old reference always notices.
+/// Returns the first generation of a life. Fillings of a later sidecar in the same file never repeat a
+/// number, so a reader with an old reference always notices.
 pub fn first_generation(life: u64) -> u64 {
     (life << GENERATIONS_PER_LIFE_BITS) | 1
 }
 
-/// The checksum of a block's bytes: XXH3-64.
+/// Returns the checksum of a block's bytes: XXH3-64.
 pub fn checksum(bytes: &[u8]) -> u64 {
     XxHash3_64::oneshot(bytes)
 }
 
-/// The checksum of what a slot's header says of its block; `load` loads the word at an offset in the header. It is mixed with the
-/// block's checksum, so that no header matches the bytes of another block.
+/// Returns the checksum of the fields about the block in a slot's header; `load` loads the word at an offset
+/// in the header. It is mixed with the block's checksum, so no header matches the bytes of another block.
 pub fn header_checksum(load: impl Fn(u64) -> u64) -> u64 {
     let mut bytes = [0; (slot::CHECKSUM - slot::GENERATION) as usize];
     let words = (slot::GENERATION..).step_by(8).zip(bytes.as_chunks_mut::<8>().0);
@@ -311,7 +319,7 @@ fn data_start(slot_count: u64) -> u64 {
     (SEGMENT_HEADER_BYTES + slot_count * SLOT_HEADER_BYTES).next_multiple_of(DATA_ALIGN)
 }
 
-/// Slots of `block_bytes` in a segment.
+/// Returns the number of slots of `block_bytes` in a segment.
 pub fn slot_count(segment_bytes: u64, block_bytes: u64) -> Result<u32, LayoutError> {
     Ok(Geometry::new(segment_bytes, block_bytes)?.slot_count)
 }
@@ -319,7 +327,7 @@ pub fn slot_count(segment_bytes: u64, block_bytes: u64) -> Result<u32, LayoutErr
 // === impl Geometry ===
 
 impl Geometry {
-    /// The slots of `block_bytes` in a segment of `segment_bytes`.
+    /// Lays slots of `block_bytes` out in a segment of `segment_bytes`; fails on an invalid size.
     pub fn new(segment_bytes: u64, block_bytes: u64) -> Result<Self, LayoutError> {
         check_segment_bytes(segment_bytes)?;
         let max = block_bytes_max(segment_bytes);
@@ -328,7 +336,7 @@ impl Geometry {
         }
         let stride = block_bytes.next_multiple_of(SLOT_ALIGN);
         let mut slots = (segment_bytes - SEGMENT_HEADER_BYTES) / (stride + SLOT_HEADER_BYTES);
-        // The padding before the slots costs less than a page, which is at most seven of the smallest slots.
+        // The padding before the slots costs less than a page, at most seven of the smallest slots.
         while data_start(slots) + slots * stride > segment_bytes {
             slots -= 1;
         }
@@ -336,7 +344,7 @@ impl Geometry {
         Ok(Self { segment_bytes, block_bytes, stride, slot_count, data: data_start(slots) })
     }
 
-    /// Pool offset of a slot's data, if there is such a slot.
+    /// Returns the pool offset of a slot's data, if there is such a slot.
     pub fn offset(&self, segment: u64, index: u32) -> Option<u64> {
         if index >= self.slot_count {
             return None;
@@ -344,7 +352,7 @@ impl Geometry {
         segment_offset(self.segment_bytes, segment)?.checked_add(self.data + u64::from(index) * self.stride)
     }
 
-    /// The slot whose data starts at `offset`.
+    /// Returns the slot whose data starts at `offset`; fails if there is none.
     pub fn place(&self, offset: u64) -> Result<SlotPlace, LayoutError> {
         let wrong = LayoutError::Offset(offset);
         let Some(inside) = offset.checked_sub(SEGMENT_ALIGN) else { return Err(wrong) };

@@ -1,6 +1,8 @@
-//! How fast an engine computes prompts: two numbers in a word of its scheduler's session. The sidecar judges loads by them.
+//! The speed at which an engine computes prompts: two numbers in a word of its scheduler's session. The
+//! sidecar judges loads by them.
 
-/// The time of a token of a prompt, by its position. Attention makes later tokens slower, in proportion to those before them.
+/// The time of a token of a prompt, by its position. Attention makes later tokens slower, in proportion to
+/// those before them.
 #[derive(Copy, Clone, Debug, PartialEq)]
 pub struct PrefillRate {
     /// Nanoseconds of the first token.
@@ -12,45 +14,45 @@ pub struct PrefillRate {
 // === impl PrefillRate ===
 
 impl PrefillRate {
-    /// None of negative numbers, of zeros alone, and beyond a second for a token.
+    /// Makes a rate. `None` for negative numbers, for zeros alone, and beyond a second for a token.
     pub fn new(token_ns: f32, slope_ns: f32) -> Option<Self> {
         let is_time = |ns: f32| (0.0..=1e9).contains(&ns);
         let is_rate = is_time(token_ns) && is_time(slope_ns) && token_ns + slope_ns > 0.0;
         is_rate.then_some(Self { token_ns, slope_ns })
     }
 
-    /// The word in shared memory; 0 is no rate.
+    /// Returns the word in shared memory; 0 is no rate.
     pub fn to_word(self) -> u64 {
         u64::from(self.token_ns.to_bits()) << 32 | u64::from(self.slope_ns.to_bits())
     }
 
-    /// The rate in a word, if it is one.
+    /// Reads the rate in a word, if it is one.
     pub fn from_word(word: u64) -> Option<Self> {
         Self::new(f32::from_bits((word >> 32) as u32), f32::from_bits(word as u32))
     }
 
-    /// The seconds of tokens `first..end` of a prompt, behind kept ones.
+    /// Returns the seconds to compute tokens `first..end` of a prompt, behind kept tokens.
     pub fn seconds(self, first: u64, end: u64) -> f64 {
         let (from, to) = (first as f64, end.max(first) as f64);
         let between = (to - from) * (f64::from(self.token_ns) + f64::from(self.slope_ns) * (from + to) / 2.0);
         between / 1e9
     }
 
-    /// Nanoseconds of the first token, and the further ones for each token before.
+    /// Returns the nanoseconds of the first token, and the further ones for each token before.
     pub fn nanoseconds(self) -> (f32, f32) {
         (self.token_ns, self.slope_ns)
     }
 
-    /// The tokens of a prompt computed and loaded in equal times, from a source of so many tokens a second: longer prompts come sooner. None:
-    /// no prompt does.
+    /// Returns the length of a prompt whose computing and loading take equal time, from a source of so many
+    /// tokens a second: longer prompts load sooner. `None` if no prompt does.
     pub fn even_tokens(self, tokens_per_second: f64) -> Option<u64> {
         let behind_ns = (1e9 / tokens_per_second - f64::from(self.token_ns)).max(0.0);
         let even = 2.0 * behind_ns / f64::from(self.slope_ns);
-        // 0 / 0: as fast as it computes any token.
+        // 0 / 0: the source is as fast as computing any token.
         if behind_ns == 0.0 { Some(0) } else { even.is_finite().then_some(even as u64) }
     }
 
-    /// Tokens a second at a position.
+    /// Returns the tokens a second at a position.
     pub fn tokens_per_second(self, position: u64) -> f64 {
         1e9 / (f64::from(self.token_ns) + f64::from(self.slope_ns) * position as f64).max(f64::MIN_POSITIVE)
     }

@@ -1,4 +1,4 @@
-//! Numbers that look random and are no secret: splitmix64, so that a seed means the same everywhere.
+//! Random-looking numbers without secrecy: splitmix64, so a seed gives the same sequence everywhere.
 
 use std::ops::RangeInclusive;
 
@@ -9,30 +9,30 @@ pub struct Random(pub u64);
 // === impl Random ===
 
 impl Random {
-    /// The next number of the sequence.
+    /// Returns the next number of the sequence.
     #[expect(clippy::should_implement_trait, reason = "no iterator: there is always another number")]
     pub fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         mix(self.0)
     }
 
-    /// A number below `limit`, which is not 0.
+    /// Returns a number below `limit`; `limit` must not be 0.
     pub fn below(&mut self, limit: u64) -> u64 {
         self.next() % limit
     }
 
-    /// A number of the range, which is not all of `u64`.
+    /// Returns a number of the range; it must not be all of `u64`.
     pub fn within(&mut self, range: RangeInclusive<u64>) -> u64 {
         range.start() + self.below(range.end() - range.start() + 1)
     }
 
-    /// A number from 0 on and below 1.
+    /// Returns a number from 0 on and below 1.
     pub fn unit(&mut self) -> f64 {
         (self.next() >> 11) as f64 / (1u64 << 53) as f64
     }
 }
 
-/// Every bit of the result depends on every bit of `z`, and no two `z` have the same result.
+/// Mixes a number. Every bit of the result depends on every bit of `z`, and no two `z` have the same result.
 pub fn mix(mut z: u64) -> u64 {
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -43,7 +43,7 @@ pub fn mix(mut z: u64) -> u64 {
 mod tests {
     use super::*;
 
-    /// The first numbers of <https://prng.di.unimi.it/splitmix64.c>, of seed 1234567.
+    /// The first numbers of <https://prng.di.unimi.it/splitmix64.c> with seed 1234567.
     #[test]
     fn the_sequence_is_that_of_splitmix64() {
         let mut random = Random(1_234_567);

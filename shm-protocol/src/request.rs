@@ -1,7 +1,9 @@
-//! What a [`Message`] asks, by who may ask it: typed, and every bound of a field checked once, when it is read.
+//! Typed requests of a [`Message`], by the role of their sender. Every bound of a field is checked once, at
+//! reading.
 //!
-//! The list of messages says where each field of a request is in a message; `places` puts it in and takes it out. What depends on
-//! earlier messages, such as whether a log is open, is the receiver's to check. Fields that a kind does not name are ignored.
+//! The list of messages names the place of each field of a request in a message; `places` puts fields in and
+//! takes them out. The receiver checks conditions on earlier messages, such as an open log. Fields outside
+//! the list of a kind are ignored.
 
 mod places;
 
@@ -18,7 +20,7 @@ use crate::message::{
     Slot,
 };
 
-/// The requests of the list of messages, and their fields in a message.
+/// Makes the requests of the list of messages, and their fields in a message.
 macro_rules! requests {
     ($(
         $(#[$doc:meta])* $code:literal $kind:ident $text:literal $($reserved:ident)? {
@@ -33,7 +35,7 @@ macro_rules! requests {
             })?
         }
     )*) => {
-        /// What a scheduler may send.
+        /// A request of a scheduler.
         #[derive(Copy, Clone, Debug, Eq, PartialEq)]
         pub enum SchedulerRequest {
             $(
@@ -48,7 +50,7 @@ macro_rules! requests {
             )*
         }
 
-        /// What a worker may send.
+        /// A request of a worker.
         #[derive(Copy, Clone, Debug, Eq, PartialEq)]
         pub enum WorkerRequest {
             $($(
@@ -66,7 +68,8 @@ macro_rules! requests {
         )?)*
 
         impl SchedulerRequest {
-            /// Reads a slot that was copied out of a scheduler's ring.
+            /// Reads a slot already copied out of a scheduler's ring. Fails on a kind for workers alone, or a
+            /// field out of range.
             pub fn decode(slot: &Slot) -> Result<Self, RequestError> {
                 let message = &Message::decode(slot)?;
                 Ok(match message.kind {
@@ -80,7 +83,8 @@ macro_rules! requests {
         }
 
         impl WorkerRequest {
-            /// Reads a slot that was copied out of a worker's ring.
+            /// Reads a slot already copied out of a worker's ring. Fails on a kind for schedulers alone, or a
+            /// field out of range.
             pub fn decode(slot: &Slot) -> Result<Self, RequestError> {
                 let message = &Message::decode(slot)?;
                 Ok(match message.kind {
@@ -125,34 +129,34 @@ macro_rules! requests {
 
 messages!(requests);
 
-/// What became of a rank's part of a load.
+/// The end of a rank's part of a load.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub enum LoadEnd {
-    /// Every block holds what was asked for.
+    /// Every block holds the KV of its key.
     Whole,
-    /// A block does not.
+    /// Some block does not.
     Failed,
-    /// No block was touched: the plan is of another namespace than the rank's blocks.
+    /// The rank touched no block: the plan is of another namespace than its blocks.
     Mismatch,
 }
 
-/// Consecutive keys of one log. Neither the log's number nor the end of the keys is beyond what there can be.
+/// Consecutive keys of one log. The log's number and the end of the keys are within the limits of the layout.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct Keys {
     /// The log.
     pub log: u32,
     /// Index of the first key in the log.
     pub from: u32,
-    /// Their number.
+    /// Number of keys.
     pub count: u32,
 }
 
-/// Keys of an APPEND that lie in one chunk.
+/// Keys of an APPEND in one chunk.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct ChunkPart {
     /// The chunk.
     pub chunk: u32,
-    /// The first key's place in it.
+    /// Index of the first key in the chunk.
     pub index: usize,
     /// Number of keys.
     pub count: usize,
@@ -162,18 +166,18 @@ pub struct ChunkPart {
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
 pub struct LoadFlags(u8);
 
-/// A slot that no engine of this version writes.
+/// A slot this version's engines do not write.
 #[derive(Debug, Error, Eq, PartialEq)]
 pub enum RequestError {
-    /// It is no message.
+    /// The slot holds no message.
     #[error(transparent)]
     Unknown(#[from] DecodeError),
-    /// The other role sends such messages.
+    /// The message belongs to the other role.
     #[error("a {sender} may not send {kind}")]
     Role {
-        /// Who sent it.
+        /// The role of the sender.
         sender: &'static str,
-        /// What it sent.
+        /// The kind of the message.
         kind: Kind,
     },
     /// A field is out of range.
@@ -183,9 +187,9 @@ pub enum RequestError {
         kind: Kind,
         /// The field.
         field: &'static str,
-        /// What it holds.
+        /// The field's value.
         value: u64,
-        /// What it may hold.
+        /// The field's valid values.
         rule: &'static str,
     },
 }
@@ -193,16 +197,16 @@ pub enum RequestError {
 // === impl SchedulerRequest ===
 
 impl SchedulerRequest {
-    /// The operation that it names; 0 where it names none.
+    /// Returns the operation named by the request; 0 if it names none.
     pub fn op(&self) -> u64 {
         match Message::from(*self) {
-            // Its number stands in that place.
+            // The message's number stands in that place.
             Message { kind: Kind::Weights, .. } => 0,
             Message { op, .. } => op,
         }
     }
 
-    /// Keys or blocks that it names, which is what its receiver's work grows with.
+    /// Returns the number of keys or blocks in the request. The receiver's work grows with it.
     pub fn count(&self) -> u32 {
         Message::from(*self).count
     }
@@ -211,12 +215,12 @@ impl SchedulerRequest {
 // === impl Keys ===
 
 impl Keys {
-    /// Keys `range` of log `log`.
+    /// Makes keys `range` of log `log`.
     pub fn new(log: u32, range: std::ops::Range<u32>) -> Self {
         Self { log, from: range.start, count: range.len() as u32 }
     }
 
-    /// Index behind the last key.
+    /// Returns the index behind the last key.
     pub fn end(&self) -> u32 {
         self.from + self.count
     }
@@ -225,12 +229,12 @@ impl Keys {
 // === impl Append ===
 
 impl Append {
-    /// The chunks that the keys touch, in the log's order.
+    /// Returns the chunks of the keys, in the log's order.
     pub fn chunks(&self) -> &[u32] {
         &self.chunks[..self.keys.chunks()]
     }
 
-    /// Where the keys lie, chunk after chunk.
+    /// Returns the places of the keys, chunk after chunk.
     pub fn parts(&self) -> impl Iterator<Item = ChunkPart> {
         let (from, end) = (self.keys.from as usize, self.keys.end() as usize);
         let first = from / CHUNK_KEYS;
@@ -247,28 +251,28 @@ impl Append {
 impl LoadFlags {
     const KNOWN: u8 = LOAD_SYNC | LOAD_BY_ENGINE | LOAD_EARLY | LOAD_ARRIVING;
 
-    /// These flags; all of them must be known.
+    /// Makes flags; panics on unknown ones.
     pub fn new(bits: u8) -> Self {
         assert!(bits & !Self::KNOWN == 0, "LOAD has no flags {bits:#x}");
         Self(bits)
     }
 
-    /// All of them.
+    /// Returns all flags as bits.
     pub fn bits(self) -> u8 {
         self.0
     }
 
-    /// Whether the step waits for the load.
+    /// True if the step waits for the load.
     pub fn sync(self) -> bool {
         self.0 & LOAD_SYNC != 0
     }
 
-    /// Whether the ranks copy from the pool themselves.
+    /// True if the ranks copy from the pool themselves.
     pub fn by_engine(self) -> bool {
         self.0 & LOAD_BY_ENGINE != 0
     }
 
-    /// Whether its blocks are free once the step before its own is done.
+    /// True if the load's blocks are free once the step before its own is done.
     pub fn early(self) -> bool {
         self.0 & LOAD_EARLY != 0
     }

@@ -1,8 +1,8 @@
-//! A single-producer single-consumer ring of 64-byte slots between two processes that do not trust each other.
+//! A single-producer single-consumer ring of 64-byte slots between two processes without mutual trust.
 //!
-//! Each side keeps its own cursor in private memory and only publishes it; the peer's cursor is read once and
-//! checked (`distance <= capacity`), so a peer that lies is found and never followed.
-//! The code is generic over [`RingMemory`] so that loom checks exactly what the product runs.
+//! Each side keeps its own cursor in private memory and only publishes it. It reads the peer's cursor once
+//! and checks it (`distance <= capacity`), so a wrong cursor is found and never followed. The code is generic
+//! over [`RingMemory`], so loom checks the code of the product.
 
 use thiserror::Error;
 
@@ -26,7 +26,7 @@ pub trait RingMemory {
     fn write_slot(&self, index: u32, slot: &Slot);
 }
 
-/// The peer's cursor is not a possible one: the session must be closed.
+/// The peer's cursor is impossible: the session must be closed.
 #[derive(Debug, Error, Eq, PartialEq)]
 #[error(
     "the peer's ring cursor {theirs} is {distance} slots from ours ({ours}); at most {capacity} are possible"
@@ -58,15 +58,15 @@ pub struct Consumer<M> {
 // === impl Producer ===
 
 impl<M: RingMemory> Producer<M> {
-    /// The writing end of a ring that nobody used yet.
+    /// Makes the writing end of an unused ring.
     pub fn new(memory: M) -> Self {
         Self { memory, tail: 0, published: 0, head: 0 }
     }
 
-    /// Free slots, after a fresh look at the peer's head.
+    /// Returns the free slots, after a fresh look at the peer's head. Fails on an impossible head.
     pub fn free(&mut self) -> Result<u32, CursorError> {
-        // SYNC POINT(ring-head): acquire pairs with the consumer's release of `head`; a slot is reused only after the
-        // consumer has copied it out.
+        // SYNC POINT(ring-head): acquire pairs with the consumer's release of `head`; a slot is reused only
+        // after the consumer has copied it out.
         let head = self.memory.load_head();
         let capacity = self.memory.capacity();
         let distance = self.tail.wrapping_sub(head);
@@ -78,37 +78,38 @@ impl<M: RingMemory> Producer<M> {
         Ok(capacity - distance)
     }
 
-    /// Whether a slot beyond `reserved` others is free. Looks at the peer's cursor only when the last look does not do.
+    /// True if a slot beyond `reserved` others is free. Looks at the peer's cursor only if the last look does
+    /// not suffice.
     pub fn has_room(&mut self, reserved: u32) -> Result<bool, CursorError> {
         let known = self.memory.capacity() - self.tail.wrapping_sub(self.head);
         Ok(known > reserved || self.free()? > reserved)
     }
 
-    /// Writes one slot without publishing it. The caller has seen room.
+    /// Writes one slot without publishing it. Panics if the ring is full: the caller checks for room first.
     pub fn push(&mut self, slot: &Slot) {
         assert!(self.tail.wrapping_sub(self.head) < self.memory.capacity(), "push into a full ring");
         self.memory.write_slot(self.tail & (self.memory.capacity() - 1), slot);
         self.tail = self.tail.wrapping_add(1);
     }
 
-    /// Makes every pushed slot visible. True if there was something to publish.
+    /// Makes every pushed slot visible. Returns true if there were new ones.
     pub fn publish(&mut self) -> bool {
         let fresh = self.published != self.tail;
         if fresh {
-            // SYNC POINT(ring-tail): release pairs with the consumer's acquire of `tail`; slots and everything written
-            // before them (keys, block ids) are visible with it.
+            // SYNC POINT(ring-tail): release pairs with the consumer's acquire of `tail`. Slots, and all
+            // words written before them (keys, block ids), become visible with it.
             self.memory.store_tail(self.tail);
             self.published = self.tail;
         }
         fresh
     }
 
-    /// Slots pushed so far, modulo 2^32: the sequence number of the next one.
+    /// Returns the number of slots pushed so far, modulo 2^32: the sequence number of the next one.
     pub fn sequence(&self) -> u32 {
         self.tail
     }
 
-    /// The peer's head as last seen: everything before it has been copied out.
+    /// Returns the peer's head as last seen: the peer has copied out everything before it.
     pub fn acknowledged(&self) -> u32 {
         self.head
     }
@@ -122,12 +123,12 @@ impl<M: RingMemory> Producer<M> {
 // === impl Consumer ===
 
 impl<M: RingMemory> Consumer<M> {
-    /// The reading end of a ring that nobody used yet.
+    /// Makes the reading end of an unused ring.
     pub fn new(memory: M) -> Self {
         Self { memory, head: 0, tail: 0 }
     }
 
-    /// Slots ready to read, after a fresh look at the peer's tail.
+    /// Returns the slots ready to read, after a fresh look at the peer's tail. Fails on an impossible tail.
     pub fn ready(&mut self) -> Result<u32, CursorError> {
         // SYNC POINT(ring-tail): acquire, see `Producer::publish`.
         let tail = self.memory.load_tail();
@@ -140,7 +141,8 @@ impl<M: RingMemory> Consumer<M> {
         Ok(distance)
     }
 
-    /// Copies the next slot out, if [`Consumer::ready`] has seen one. Its room is given back by [`Consumer::release`].
+    /// Copies the next slot out, if [`Consumer::ready`] has seen one. [`Consumer::release`] gives its room
+    /// back.
     pub fn pop(&mut self) -> Option<Slot> {
         if self.head == self.tail {
             return None;
@@ -150,7 +152,7 @@ impl<M: RingMemory> Consumer<M> {
         Some(slot)
     }
 
-    /// Gives the popped slots, and what they refer to, back to the producer.
+    /// Gives the popped slots, and their keys and block ids, back to the producer.
     pub fn release(&self) {
         // SYNC POINT(ring-head): release, see `Producer::free`.
         self.memory.store_head(self.head);

@@ -1,4 +1,4 @@
-//! The session memfd as each side holds it: creation, checks, and typed access to its parts.
+//! The session memfd in either process: creation, checks, and typed access to its parts.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -15,10 +15,10 @@ use crate::region::{Access, Region, descriptor_bytes};
 use crate::ring::RingMemory;
 use crate::source::Source;
 
-/// A session memfd could not be made or is not what the peer promised.
+/// A failure to make a session memfd, or a memfd unlike the one the peer promised.
 #[derive(Debug, Error)]
 pub enum SessionError {
-    /// The kernel refused.
+    /// The kernel refused the memory or its mapping.
     #[error("session memory cannot be made or mapped ({0}): raise this container's memory limit")]
     Os(#[from] rustix::io::Errno),
     /// The header holds another version than the handshake agreed on.
@@ -26,12 +26,12 @@ pub enum SessionError {
         "session memory is of version {found}, the handshake agreed on version {agreed}: install the same pillion release on both"
     )]
     Version {
-        /// The memory's version.
+        /// The version in the memory.
         found: u32,
-        /// The handshake's.
+        /// The version of the handshake.
         agreed: u32,
     },
-    /// Wrong size, magic or seals.
+    /// The size, the magic or a seal is wrong.
     #[error(
         "the session memory is not from a pillion sidecar ({0}): check which program listens on this socket"
     )]
@@ -44,19 +44,19 @@ pub struct SessionMemory {
     region: Arc<Region>,
 }
 
-/// What the words of a session say of the namespace that it is bound to.
+/// The namespace bound to a session, as stated by the session's words.
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
 pub struct Bound {
-    /// Number of the session's last WEIGHTS that the rest follows from; 0: none. A namespace of another number than the
-    /// reader's own is none.
+    /// Number of the session's last WEIGHTS included in the other fields; 0: none. A namespace with another
+    /// number than the reader's own does not count.
     pub weights: u64,
-    /// The fact `weights_live`, where there is one.
+    /// The fact `weights_live`, if there is one.
     pub live: Option<[u8; 16]>,
     /// The first 8 bytes of the namespace, before any salt; 0: not bound.
     pub namespace: u64,
 }
 
-/// Which of the rings a [`RegionRing`] is.
+/// One of the rings of a session.
 #[derive(Copy, Clone, Debug)]
 pub enum Ring {
     /// Engine to sidecar.
@@ -80,8 +80,8 @@ pub struct RegionRing {
 // === impl SessionMemory ===
 
 impl SessionMemory {
-    /// Sidecar: makes a session's memory of the agreed version, sealed against any change of size, its version word
-    /// written last.
+    /// Sidecar: makes a session's memory of the agreed version, sealed against any change of size, its
+    /// version word written last.
     pub fn create(version: u32, epoch: u64, session: u64) -> Result<(OwnedFd, Self), SessionError> {
         let fd =
             rustix::fs::memfd_create("pillion-session", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
@@ -91,13 +91,14 @@ impl SessionMemory {
         region.word64(header::MAGIC).store(layout::MAGIC, Ordering::Relaxed);
         region.word64(header::EPOCH).store(epoch, Ordering::Relaxed);
         region.word64(header::SESSION).store(session, Ordering::Relaxed);
-        // SYNC POINT(version): release pairs with the acquire in `open`; a reader that sees it sees the header.
+        // SYNC POINT(version): release pairs with the acquire in `open`; a reader of the version sees the
+        // header.
         region.word32(header::VERSION).store(version, Ordering::Release);
         Ok((fd, Self { region: Arc::new(region) }))
     }
 
-    /// Engine: maps the memory that the sidecar sent, after checking size, seals, magic, and that it is of the agreed
-    /// version.
+    /// Engine: maps the memory sent by the sidecar. Fails unless size, seals, magic and the agreed version
+    /// are right.
     pub fn open(version: u32, fd: impl AsFd) -> Result<Self, SessionError> {
         if descriptor_bytes(&fd)? != layout::SESSION_BYTES as u64 {
             return Err(SessionError::Malformed("its size differs"));
@@ -117,17 +118,17 @@ impl SessionMemory {
         Ok(Self { region: Arc::new(region) })
     }
 
-    /// The mapping.
+    /// Returns the mapping.
     pub fn region(&self) -> &Region {
         &self.region
     }
 
-    /// The mapping, to be kept as long as somebody else names its addresses.
+    /// Returns the mapping for owners who keep it mapped while other code uses its addresses.
     pub fn shared_region(&self) -> Arc<Region> {
         Arc::clone(&self.region)
     }
 
-    /// One of the rings.
+    /// Returns one of the rings.
     pub fn ring(&self, ring: Ring) -> RegionRing {
         let region = Arc::clone(&self.region);
         let submission = (header::SUBMISSION_HEAD, header::SUBMISSION_TAIL);
@@ -147,7 +148,8 @@ impl SessionMemory {
         self.outcome_word(op).store(outcome.encode(), Ordering::Release);
     }
 
-    /// The outcome of operation `op`, once it is there. A word that does not decode is a broken peer's: no outcome.
+    /// Returns the outcome of operation `op` once it is stored. A word that does not decode comes from a
+    /// broken peer: no outcome.
     pub fn load_outcome(&self, op: u64) -> Option<Outcome> {
         // SYNC POINT(outcome): acquire.
         let outcome = Outcome::decode(self.outcome_word(op).load(Ordering::Acquire)).ok()?;
@@ -158,7 +160,7 @@ impl SessionMemory {
         self.region.word64(layout::TABLE + (op as usize & (layout::OPERATIONS - 1)) * 8)
     }
 
-    /// Sidecar: shows what the session is bound to. What stands there already is not touched.
+    /// Sidecar: states the binding of the session. An unchanged binding is not stored again.
     pub fn store_bound(&self, bound: Bound) {
         if self.load_bound() == bound {
             return;
@@ -168,13 +170,13 @@ impl SessionMemory {
         for (word, bytes) in self.live_words().iter().zip(bound.live.unwrap_or_default().as_chunks::<8>().0) {
             word.store(u64::from_le_bytes(*bytes), Ordering::Relaxed);
         }
-        // SYNC POINT(bound): release pairs with the acquire of the same word. Whoever sees the new number sees no namespace of
-        // an earlier one, and whoever sees the namespace sees what stands before it.
+        // SYNC POINT(bound): release pairs with the acquire of the same word. A reader of the new number sees
+        // no namespace of an earlier number, and a reader of the namespace sees the words before it.
         self.region.word64(header::WEIGHTS).store(bound.weights, Ordering::Release);
         namespace.store(bound.namespace, Ordering::Release);
     }
 
-    /// Engine: what the session is bound to.
+    /// Engine: returns the binding of the session.
     pub fn load_bound(&self) -> Bound {
         // SYNC POINT(bound): acquire, the number first.
         let weights = self.region.word64(header::WEIGHTS).load(Ordering::Acquire);
@@ -190,7 +192,8 @@ impl SessionMemory {
         self.region.words64(header::WEIGHTS_LIVE, 2)
     }
 
-    /// Engine: writes keys into chunk `chunk` from key `index` on. Behind a hash of 16 bytes lies the second digest, or zeros.
+    /// Engine: writes a key into chunk `chunk` as key `index`. Behind a hash of 16 bytes lies the second
+    /// digest, or zeros.
     #[inline]
     pub fn write_key(&self, chunk: u32, index: usize, hash: &BlockHash) {
         assert!(index < layout::CHUNK_KEYS);
@@ -200,7 +203,8 @@ impl SessionMemory {
         }
     }
 
-    /// Sidecar: copies `count` keys of a chunk out, appending them to `out`. The caller has checked the chunk's number.
+    /// Sidecar: appends a copy of `count` keys of a chunk to `out`. The caller has checked the chunk's
+    /// number.
     pub fn read_keys(&self, chunk: u32, index: usize, count: usize, out: &mut Vec<BlockHash>) {
         assert!(index + count <= layout::CHUNK_KEYS);
         let words =
@@ -213,7 +217,7 @@ impl SessionMemory {
         );
     }
 
-    /// Sidecar: writes the slots of `count` keys of a chunk, and where their blocks were found.
+    /// Sidecar: writes the slots of `count` keys of a chunk, and the sources of their blocks.
     pub fn write_refs(
         &self,
         chunk: u32,
@@ -230,7 +234,8 @@ impl SessionMemory {
         }
     }
 
-    /// Engine: the slot of key `index` of chunk `chunk`, valid once the query's outcome has been seen.
+    /// Engine: returns the slot of key `index` of chunk `chunk`, valid once the query's outcome has been
+    /// seen.
     pub fn read_ref(&self, chunk: u32, index: usize) -> SlotRef {
         assert!(index < layout::CHUNK_KEYS);
         let words = self.region.words64(layout::ref_offset(chunk as usize, index), 2);
@@ -238,7 +243,7 @@ impl SessionMemory {
         SlotRef { offset: words[0].load(Ordering::Relaxed), generation }
     }
 
-    /// Engine: where the block of that key was found, for statistics alone.
+    /// Engine: returns the source of that key's block, for statistics alone.
     pub fn read_source(&self, chunk: u32, index: usize) -> Source {
         assert!(index < layout::CHUNK_KEYS);
         let words = self.region.words64(layout::ref_offset(chunk as usize, index), 2);
@@ -250,7 +255,7 @@ impl SessionMemory {
         self.block_id_word(position).store(block, Ordering::Relaxed);
     }
 
-    /// Sidecar: copies `count` block ids out, from circle position `position` on, appending them to `out`.
+    /// Sidecar: appends a copy of `count` block ids to `out`, from circle position `position` on.
     pub fn read_block_ids(&self, position: u32, count: u32, out: &mut Vec<u32>) {
         assert!(count as usize <= layout::BLOCK_IDS);
         out.extend((0..count).map(|i| self.block_id_word(position.wrapping_add(i)).load(Ordering::Relaxed)));

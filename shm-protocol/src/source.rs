@@ -5,14 +5,14 @@ const GENERATION_BITS: u32 = 56;
 const GENERATION_MASK: u64 = u64::MAX >> (u64::BITS - GENERATION_BITS);
 
 crate::named! {
-    /// The place of a found or announced block.
+    /// The tier of a found or announced block.
     #[derive(Default, Hash)]
     #[repr(u8)]
     pub enum Source {
-        /// In the DRAM pool, also where it came there for another request.
+        /// In the DRAM pool, even if another request brought it there.
         #[default]
         Memory = "memory" as 0,
-        /// On a disk, from which it was read for this request.
+        /// On a disk, and read from it for this request.
         Disk = "disk" as 1,
         /// At a peer, which sent it for this request.
         Peer = "peer" as 2,
@@ -22,12 +22,13 @@ crate::named! {
 // === impl Source ===
 
 impl Source {
-    /// The second word of a reference to a filling.
+    /// Returns the second word of a reference to a filling.
     pub(crate) fn mark(self, generation: u64) -> u64 {
         generation & GENERATION_MASK | u64::from(self as u8) << GENERATION_BITS
     }
 
-    /// A source and a generation of a reference's second word. A number of no source counts as memory.
+    /// Returns the source and the generation in a reference's second word. An unknown source counts as
+    /// memory.
     pub(crate) fn parse(word: u64) -> (Self, u64) {
         let number = (word >> GENERATION_BITS) as usize;
         (Self::ALL.get(number).copied().unwrap_or_default(), word & GENERATION_MASK)

@@ -14,17 +14,18 @@ use rustix::net::{
 
 use crate::handshake::{DESCRIPTORS_MAX, RECORD_BYTES_MAX};
 
-/// Connections that may wait for the sidecar: every rank of 4 engines of 8 GPUs and their schedulers start at once.
+/// Most connections waiting for the sidecar: every rank of 4 engines of 8 GPUs and their schedulers start at
+/// once.
 const BACKLOG: i32 = 64;
 
-/// The socket of this user's sidecar, unless it was told another one.
+/// Returns the socket of this user's sidecar, for commands and engines without another setting.
 pub fn default_socket() -> PathBuf {
     let own = std::env::var_os("XDG_RUNTIME_DIR").filter(|value| !value.is_empty());
     let folder = own.filter(|_| !rustix::process::geteuid().is_root()).unwrap_or_else(|| "/run".into());
     PathBuf::from(folder).join("pillion/pillion.sock")
 }
 
-/// Listens on `path`, which must not exist.
+/// Listens on `path`; no file may exist there.
 pub fn listen(path: &Path) -> Result<OwnedFd, Errno> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
@@ -33,7 +34,7 @@ pub fn listen(path: &Path) -> Result<OwnedFd, Errno> {
     Ok(socket)
 }
 
-/// Accepts one waiting connection; `AGAIN` when there is none.
+/// Accepts one waiting connection; `AGAIN` if there is none.
 pub fn accept(listener: impl AsFd) -> Result<OwnedFd, Errno> {
     rustix::net::accept_with(listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK)
 }
@@ -48,7 +49,8 @@ pub fn connect(path: &Path, timeout: Duration) -> Result<OwnedFd, Errno> {
     Ok(socket)
 }
 
-/// Sends one record with its descriptors. More of either than the receiver takes is `MSGSIZE` or `TOOBIG`.
+/// Sends one record with its descriptors. Fails with `MSGSIZE` or `TOOBIG` if the record is too long or the
+/// descriptors are too many.
 pub fn send(socket: impl AsFd, record: &[u8], descriptors: &[BorrowedFd<'_>]) -> Result<(), Errno> {
     if record.len() > RECORD_BYTES_MAX {
         return Err(Errno::MSGSIZE);
@@ -82,7 +84,7 @@ pub fn receive(socket: impl AsFd) -> Result<(Vec<u8>, Vec<OwnedFd>), Errno> {
             descriptors.extend(received);
         }
     }
-    // The control buffer is padded for alignment and may hold one or two descriptors more than asked for.
+    // The control buffer is padded for alignment and may hold one or two descriptors beyond the limit.
     let too_many = descriptors.len() > DESCRIPTORS_MAX;
     if too_many || received.flags.intersects(ReturnFlags::TRUNC | ReturnFlags::CTRUNC) {
         return Err(Errno::MSGSIZE);

@@ -1,43 +1,44 @@
-//! Which versions of a format a release knows, and the one rule by which two releases agree on one.
+//! The versions of a format in a release, and the one rule by which two releases agree on a version.
 //!
-//! The handshake, the pool's header and the superblock of an SSD each state their [`Versions`] and have numbers of their own.
+//! The handshake, the pool's header and the superblock of an SSD each state their [`Versions`] and have their
+//! own numbers.
 
 use std::fmt;
 
-/// This release of Pillion. It is stated for people; nothing is decided by it.
+/// This release of Pillion. People read it; no decision depends on it.
 pub const RELEASE: &str = env!("CARGO_PKG_VERSION");
 /// Bytes of a release's name in a file, padded with zeros.
 pub const RELEASE_BYTES: usize = 32;
 /// Bytes of the longest release's name in a record.
 pub const RELEASE_BYTES_MAX: usize = 64;
-/// The first version of each file format that states `oldest` and a release.
+/// The first version of each file format with `oldest` and a release.
 const STATED_SINCE: u32 = 2;
 
 const _: () = assert!(!RELEASE.is_empty() && RELEASE.len() <= RELEASE_BYTES);
 
-/// The versions of one format that a peer speaks, or whose readers read a file rightly.
+/// The versions of one format: those a peer speaks, or those whose readers read a file correctly.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Versions {
-    /// The newest that a peer speaks; the one that a file is written in.
+    /// The newest version of a peer; the version of a file.
     pub version: u32,
-    /// The oldest that a peer speaks, or whose reader reads the file rightly.
+    /// The oldest version of a peer, or the oldest whose reader reads the file correctly.
     pub oldest: u32,
-    /// The release that states them; empty where none was stated.
+    /// The release with these versions; empty if not stated.
     pub release: String,
 }
 
 // === impl Versions ===
 
 impl Versions {
-    /// What this release states of a format.
+    /// Returns this release's versions of a format.
     pub fn own(version: u32, oldest: u32) -> Self {
         Self { version, oldest, release: RELEASE.into() }
     }
 
-    /// What a file states: the words that hold its version and the oldest one, and its release's name. The first version
-    /// of a file format stated neither of the latter: what lies there is not its own.
+    /// Reads the versions of a file: the words of its version and of the oldest one, and its release's name.
+    /// The first version of a file format has no place for the latter two: other bytes lie there.
     pub fn of_file(version: u64, oldest: u64, release: &[u8; RELEASE_BYTES]) -> Self {
-        // A word that is no version agrees with nothing.
+        // A word with no valid version agrees with no version.
         let version = u32::try_from(version).unwrap_or(0);
         let oldest = u32::try_from(oldest).unwrap_or(u32::MAX);
         if version < STATED_SINCE {
@@ -48,14 +49,14 @@ impl Versions {
         Self { version, oldest, release }
     }
 
-    /// The name of the release as it stands in a file.
+    /// Returns the name of the release for a file.
     pub fn release_bytes(&self) -> [u8; RELEASE_BYTES] {
         let name = self.release.as_bytes();
         std::array::from_fn(|index| name.get(index).copied().unwrap_or(0))
     }
 
-    /// The newest version that both know, if there is one. A file is read where there is one: its writer's `oldest` is
-    /// then at most this release's version, and its version at least this release's `oldest`.
+    /// Returns the newest common version, if there is one. A file is readable if there is one: its writer's
+    /// `oldest` is then at most this release's version, and its version at least this release's `oldest`.
     pub fn common(&self, other: &Self) -> Option<u32> {
         let newest = self.version.min(other.version);
         (newest >= self.oldest.max(other.oldest)).then_some(newest)
@@ -71,7 +72,7 @@ impl fmt::Display for Versions {
         }
         match release.as_str() {
             "" => write!(f, " (release not stated)"),
-            // A peer wrote it: no control character of it reaches a terminal.
+            // The text comes from a peer: none of its control characters may reach a terminal.
             release => write!(f, " (release {})", release.escape_debug()),
         }
     }
@@ -94,7 +95,7 @@ mod tests {
             ((2, 3), (3, 4), Some(3)),
             ((2, 2), (1, 1), None),
             ((2, 2), (3, 4), None),
-            // No range: whoever states it agrees with nobody.
+            // The range is empty, so it agrees with no range.
             ((3, 2), (2, 3), None),
         ] {
             let (one, other) = (versions(one.0, one.1), versions(other.0, other.1));

@@ -1,5 +1,5 @@
-//! The fact `weights`: a digest of the files that weights are loaded from. Pages of each are read, so that a start does not read
-//! all of them.
+//! The fact `weights`: a digest of the weight files. It covers sampled pages of each file, so a start does
+//! not read whole files.
 
 use std::fs::{self, File};
 use std::io::{self, Read, Seek, SeekFrom};
@@ -12,7 +12,7 @@ const SAMPLED_PAGES: u64 = 64;
 const PAGE_BYTES: u64 = 4096;
 const SUFFIX: &str = ".safetensors";
 
-/// 64 hex digits; `None` where the directory has no safetensors files.
+/// Returns 64 hex digits; `None` if the directory has no safetensors files.
 pub fn digest(directory: &Path) -> io::Result<Option<String>> {
     let mut files = Vec::new();
     for entry in fs::read_dir(directory)? {
@@ -51,7 +51,8 @@ fn read(file: &mut File, most: u64) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// The file's name; a name that is no text is no weight file's.
+/// Returns the file's name, or an empty text for a name outside of UTF-8, since weight files have no such
+/// names.
 fn name(path: &Path) -> &str {
     path.file_name().and_then(|name| name.to_str()).unwrap_or_default()
 }
@@ -71,7 +72,7 @@ mod tests {
         fs::write(&path, &bytes).expect("room");
         fs::write(directory.join("config.json"), "{}").expect("room");
         let known = digest(&directory).expect("readable");
-        // As hashlib gives it, by the recipe of PROTOCOL.md.
+        // The digest made by Python's hashlib, by the recipe of PROTOCOL.md.
         assert_eq!(
             known.as_deref(),
             Some("7f5f9da531b4bfe2db32ecd1b1e3d323868459c33ed2ffbf8c2b742fb33173cd")

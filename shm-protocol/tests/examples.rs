@@ -1,4 +1,5 @@
-//! The worked examples of `PROTOCOL.md`, made by the code they describe: the page must hold them as they are.
+//! The worked examples of `PROTOCOL.md`, made by the code they describe: the page must contain them
+//! unchanged.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
@@ -45,7 +46,7 @@ fn hello_of_a_worker() {
         facts: facts(),
         ..WorkerHello::default()
     };
-    // The release that the page was written with.
+    // The release of the page's example.
     let hello = Hello { release: "0.3.0".into(), ..Hello::new("e0".into(), 1, Role::Worker(worker)) };
     assert_on_page("a HELLO", &dump(&handshake::encode(&hello), 0));
 }
@@ -107,7 +108,7 @@ fn gate_and_load_words_of_a_load() {
     assert_on_page("the load word of two cuts of load 6", &dump(&value.to_le_bytes(), at));
 }
 
-/// The page's numbers, where a table states one of the layout.
+/// The offsets in the page's tables are those of the layout.
 #[test]
 fn offsets_of_the_page() {
     let rows = [
@@ -143,7 +144,7 @@ fn offsets_of_the_page() {
     }
 }
 
-/// A row for each message and each role that may send it, and one for each status.
+/// A row for each message and each role that sends it, and one for each status.
 #[test]
 fn messages_and_statuses_of_the_page() {
     let mut rows = 0;

@@ -1,4 +1,4 @@
-//! A peer that lies: ring cursors, session memories and socket records that must be refused without harm.
+//! A hostile peer: its ring cursors, session memories and socket records are refused without harm.
 
 use std::cell::Cell;
 use std::io::IoSlice;
@@ -67,7 +67,7 @@ impl RingMemory for &HostileRing {
     }
 }
 
-/// Values near the cursors and anywhere else.
+/// Values near the cursors, and any others.
 fn cursors() -> impl Strategy<Value = u32> {
     prop_oneof![0..2 * CAPACITY, (u32::MAX - CAPACITY)..=u32::MAX, any::<u32>()]
 }
@@ -85,7 +85,7 @@ proptest! {
             if possible {
                 tail = claimed;
             }
-            // One slot a turn, so that claims are judged with slots left over.
+            // One slot a turn, so slots are left over when the next cursor is judged.
             if consumer.pop().is_some() {
                 head = head.wrapping_add(1);
             }
@@ -158,7 +158,7 @@ fn memfd(bytes: usize, seals: SealFlags) -> OwnedFd {
     fd
 }
 
-/// A well-formed session memory whose magic and version words hold these values.
+/// A well-formed session memory with these values in its magic and version words.
 fn session_like(magic: u64, version: u32) -> OwnedFd {
     let fd = memfd(layout::SESSION_BYTES, SealFlags::SHRINK);
     let region = Region::map(fd.as_fd(), layout::SESSION_BYTES, Access::ReadWrite).unwrap();

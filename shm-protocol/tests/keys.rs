@@ -1,4 +1,4 @@
-//! Keys as vLLM makes them: the captured vectors of tests/golden, and the chain against itself.
+//! Keys as vLLM makes them: the captured vectors of tests/golden, and the chain against a slow encoder.
 
 use std::path::Path;
 
@@ -27,7 +27,7 @@ fn algorithm(of: &Value) -> Algorithm {
     of["algo"].as_str().expect("a name").parse().expect("an algorithm")
 }
 
-/// Long inputs are captured by their rule.
+/// Returns the tokens of a case. Long inputs are captured by their rule.
 fn tokens(case: &Value) -> Vec<u64> {
     if let Some(tokens) = case["token_ids"].as_array() {
         return tokens.iter().map(|token| token.as_u64().expect("a token")).collect();
@@ -48,7 +48,7 @@ fn extra_keys(block: &Value) -> Vec<ExtraKey> {
     keys.unwrap_or_default()
 }
 
-/// A first hash that vLLM made of something random is refused without a seed.
+/// Derivation without a seed fails if vLLM made its first hash from random bytes.
 fn check_none_hash(none: &Value, rule: NoneHashRule) {
     let (algorithm, expected) = (algorithm(none), hex_of(&none["none_hash"]));
     let seeds = [none["PYTHONHASHSEED"].as_str(), none["seed_string"].as_str()];
@@ -64,7 +64,7 @@ fn check_none_hash(none: &Value, rule: NoneHashRule) {
     }
 }
 
-/// Every case, appended at once.
+/// Compares every case, appended at once, and returns their number.
 fn check(golden: &Value, rule: NoneHashRule, form: ExtraForm) -> usize {
     for none in list(&golden["none_hash"]) {
         check_none_hash(none, rule);
@@ -163,7 +163,7 @@ fn a_question_that_has_no_answer_says_why() {
     }
 }
 
-/// Canonical CBOR by a library, for a block whose extra keys are tagged.
+/// Canonical CBOR by a library, for a block with tagged extra keys.
 fn slowly_encoded(parent: &[u8], tokens: &[u64], extra: &[ExtraKey]) -> Vec<u8> {
     use ciborium::Value::{Array, Bytes, Integer, Null, Text};
     let key = |key: &ExtraKey| match key.clone() {
@@ -203,7 +203,7 @@ fn any_key() -> impl Strategy<Value = ExtraKey> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(100))]
 
-    /// A slow encoder hashes the same.
+    /// A slow encoder gives the same hashes.
     #[test]
     fn cbor_is_canonical(
         tokens in prop::collection::vec(any_token(), 1..70),
@@ -225,7 +225,7 @@ proptest! {
         prop_assert_eq!(hashes, expected);
     }
 
-    /// However the tokens come, the hashes are the same.
+    /// The hashes are the same for any split of the tokens.
     #[test]
     fn any_split_is_the_same_chain(
         tokens in prop::collection::vec(any_token(), 0..200),

@@ -1,11 +1,13 @@
-//! Every interleaving and every allowed stale read of the rings and of the two sleep-and-wake protocols.
+//! Every interleaving and every allowed stale read of the rings, of the two sleep-and-wake protocols, and of
+//! the gates.
 //!
 //! ```text
 //! RUSTFLAGS="--cfg loom" cargo test --release --package shm-protocol --test loom
 //! ```
 //!
-//! The code under test is the product's own, over loom's atomics instead of a session's memory. Each model has a
-//! counterpart without the ordering it relies on, which must fail: so the models can tell.
+//! The code under test is the product's own, over loom's atomics instead of a session's memory. Each model
+//! has a counterpart without the needed ordering. That counterpart must fail, so the models are known to
+//! notice a missing ordering.
 #![cfg(loom)]
 
 use std::time::Duration;
@@ -22,7 +24,7 @@ use shm_protocol::wait::{WaitMemory, must_ring, set_asleep, sleep_turn, wake_eng
 
 const CAPACITY: usize = 2;
 
-/// Which ordering a ring is robbed of.
+/// The ordering that a ring lacks.
 #[derive(Copy, Clone, Eq, PartialEq)]
 enum Fault {
     None,
@@ -36,7 +38,8 @@ struct Words {
     slots: [AtomicU64; CAPACITY],
     /// Stands for keys and block ids: written before the slot, read after it, reused with it.
     arena: [AtomicU64; CAPACITY],
-    /// Holds nothing: loom notices a write and a read of a slot that nothing orders, which values cannot always show.
+    /// Holds no value. Through it loom notices an unordered write and read of a slot, even if the values look
+    /// right.
     accesses: [UnsafeCell<()>; CAPACITY],
     fault: Fault,
 }
@@ -166,7 +169,7 @@ fn without_release_of_the_head_the_ring_model_fails() {
 
 // === sleeping and waking ===
 
-/// The words of both protocols, a futex and an eventfd. Nothing times out: a lost wake-up is a deadlock.
+/// The words of both protocols, a futex and an eventfd. No wait times out: a lost wake-up is a deadlock.
 struct ModelWait {
     fences: bool,
     asleep: AtomicU32,
@@ -174,7 +177,7 @@ struct ModelWait {
     signal: AtomicU32,
     futex: (Mutex<()>, Condvar),
     eventfd: (Mutex<u64>, Condvar),
-    /// A ring's tail or a completion word: what the sleeper waits for.
+    /// A ring's tail or a completion word: the sleeper waits for it.
     word: AtomicU32,
 }
 
@@ -230,7 +233,7 @@ impl WaitMemory for ModelWait {
         self.signal.fetch_add(1, Ordering::Release);
     }
     fn futex_wait(&self, seen: u32, _: Duration) {
-        // As the kernel does: compare and sleep are one step for whoever wakes.
+        // The kernel compares and sleeps in one step, as seen by the waking thread.
         let guard = self.futex.0.lock().unwrap();
         if self.signal.load(Ordering::Relaxed) == seen {
             drop(self.futex.1.wait(guard).unwrap());
@@ -242,7 +245,7 @@ impl WaitMemory for ModelWait {
     }
 }
 
-/// The sidecar's turn until it has seen `word` reach `last`.
+/// The sidecar's turns until it has seen `word` reach `last`.
 fn sidecar_until(memory: &ModelWait, last: u32) {
     while memory.word.load(Ordering::Acquire) != last {
         set_asleep(memory, true);
@@ -253,7 +256,7 @@ fn sidecar_until(memory: &ModelWait, last: u32) {
     }
 }
 
-/// The engine publishes twice; the sidecar must see the second, however it slept in between.
+/// The engine publishes twice; the sidecar must see the second word, for every sleep in between.
 fn doorbell_model(fences: bool) {
     bounded(3, move || {
         let memory = ModelWait::new(fences);
@@ -271,7 +274,8 @@ fn doorbell_model(fences: bool) {
     });
 }
 
-/// The sidecar stores two words, waking after each; the engine must see the second, however it slept in between.
+/// The sidecar stores two words, waking after each; the engine must see the second word, for every sleep in
+/// between.
 fn futex_model(fences: bool) {
     bounded(3, move || {
         let memory = ModelWait::new(fences);
@@ -287,7 +291,7 @@ fn futex_model(fences: bool) {
     });
 }
 
-/// A question and its answer, both sides asleep in between.
+/// A query and its answer, both sides asleep in between.
 fn round_trip_model(fences: bool) {
     bounded(2, move || {
         let question = ModelWait::new(fences);
@@ -336,7 +340,7 @@ fn without_the_fences_the_futex_model_deadlocks() {
 
 // === taking a load back ===
 
-/// The words of two loads, and a block of the first that both sides write: loom notices when nothing orders them.
+/// The words of two loads, and a block of the first, written by both sides: loom notices unordered writes.
 struct ModelGate {
     fences: bool,
     copying: AtomicU64,

@@ -1,4 +1,4 @@
-//! Everything that reads a peer's bytes: what was written comes back, and no bytes at all make a reader panic.
+//! Readers of a peer's bytes: each written record comes back, and no bytes make a reader panic.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -91,7 +91,7 @@ prop_compose! {
 }
 
 prop_compose! {
-    /// The same rank with memory that nobody else reaches.
+    /// The same rank with memory out of the sidecar's reach.
     fn staged_workers(world_size: u32)(
         worker in workers(world_size, 1),
         slots in 1..=STAGING_SLOTS_MAX as u32,
@@ -102,7 +102,7 @@ prop_compose! {
     }
 }
 
-/// A sound HELLO and the number of descriptors that go with it.
+/// A sound HELLO and its number of descriptors.
 fn hellos() -> impl Strategy<Value = (Hello, usize)> {
     let scheduler = ("[a-z0-9_-]{1,256}", 1..=RANKS_MAX, any::<[u8; 16]>())
         .prop_map(move |(engine, world_size, run)| Hello::new(engine, world_size, Role::Scheduler { run }));
@@ -110,7 +110,7 @@ fn hellos() -> impl Strategy<Value = (Hello, usize)> {
     let waits = (wait(QUERY_WAIT_MS_MAX), wait(PROMISED_WAIT_MS_MAX), wait(QUERY_WAIT_MS_MAX));
     let scheduler =
         (scheduler, waits).prop_map(|(hello, (miss_wait_ms, handover_wait_ms, promise_wait_ms))| {
-            // Their limits are apart.
+            // Derived from the other waits, because their limits differ.
             let (wait_max_ms, load_preference) = (handover_wait_ms.map(|ms| ms * 20), miss_wait_ms);
             let waits = Hello { wait_max_ms, load_preference, ..hello };
             (Hello { miss_wait_ms, handover_wait_ms, promise_wait_ms, ..waits }, 0)
@@ -499,7 +499,7 @@ fn names_and_handles_have_their_own_length() {
     }
 }
 
-/// A digest of another length.
+/// A digest of another length is refused.
 #[test]
 fn a_digest_has_sixteen_bytes() {
     let (hello, _) = worker_hello();
@@ -514,7 +514,7 @@ fn a_digest_has_sixteen_bytes() {
 
 // === versions ===
 
-/// What a peer of any release may state, and fields that this one has never heard of.
+/// A record of a peer of any release, with a field unknown to this one.
 #[derive(serde::Serialize)]
 struct Stranger {
     version: u32,
@@ -563,7 +563,7 @@ fn a_later_release_that_speaks_this_version_too_is_understood() {
     let later = Hello { version: PROTOCOL_VERSION + 7, oldest: Some(PROTOCOL_VERSION), ..hello };
     let read = handshake::decode_hello(&handshake::encode(&later), 1).unwrap();
     assert_eq!(handshake::agree(&read.versions()), Ok(PROTOCOL_VERSION));
-    // Its Welcome states what was agreed, and nothing older makes another number right.
+    // Its Welcome states the agreed version; an `oldest` beside it makes no other version valid.
     let welcome = stranger(PROTOCOL_VERSION + 7, Some(PROTOCOL_VERSION), None);
     let reply = handshake::encode(&BTreeMap::from([("welcome", welcome)]));
     assert!(matches!(handshake::decode_reply(&reply), Err(HandshakeError::Version { .. })));

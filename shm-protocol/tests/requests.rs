@@ -1,4 +1,4 @@
-//! Typed requests: what is written is read again, and nothing beyond a bound is read at all.
+//! Typed requests: each written request is read again, and no value beyond a bound is read.
 
 use proptest::prelude::*;
 
@@ -6,7 +6,7 @@ use shm_protocol::layout::{CHUNK_KEYS, CHUNKS, LOG_KEYS, LOGS, QUERY_KEYS};
 use shm_protocol::message::{APPEND_CHUNKS, Kind, Message, Slot};
 use shm_protocol::request::{Append, Keys, LoadEnd, Query, RequestError, SchedulerRequest, WorkerRequest};
 
-/// Slots of known kinds whose other fields are often small, so that many are requests.
+/// Slots of known kinds, their other fields often small, so many are requests.
 fn slots() -> impl Strategy<Value = Slot> {
     let small = |limit: u32| prop_oneof![4 => 0..limit, 1 => any::<u32>()];
     let kinds = prop::sample::select(&Kind::ALL[..]);
@@ -86,7 +86,7 @@ fn refused(message: Message) -> String {
     SchedulerRequest::decode(&message.encode()).unwrap_err().to_string()
 }
 
-/// Each bound: the last message that keeps it, the first that does not, and what is said of that.
+/// Each bound: the last valid message, the first invalid one, and the error for it.
 #[test]
 fn every_bound_is_kept_to_the_last_value() {
     let of = Message::new;
@@ -174,7 +174,7 @@ fn an_end_is_ok_or_failed_and_of_a_load_perhaps_a_mismatch() {
     }
 }
 
-/// What a kind does not name is ignored, whatever it holds.
+/// Fields outside a kind's list are ignored, for any value.
 #[test]
 fn unnamed_fields_are_ignored() {
     let full = |kind| Message {

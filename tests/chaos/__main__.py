@@ -1,7 +1,7 @@
 """The long form: `python tests/chaos --rounds 100 --seed 1`.
 
-Progress goes to standard error; the last line of standard output is the result, one JSON object (chaos/figures.py says
-what its numbers mean; those of a pair are in chaos/pair.py). Exits 1 if a token was wrong or a request lost.
+Progress goes to standard error. The last line of standard output is the result, one JSON object: chaos/figures.py explains its
+numbers, chaos/pair.py those of a pair. Exits 1 if a token was wrong or a request lost.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from testkit import model, tokenizer
 
 
 def main() -> int:
-    """Run a campaign and print what it found."""
+    """Runs a campaign and prints its figures."""
     parser = argparse.ArgumentParser(prog="chaos", description="Faults under load, on real vLLM engines.")
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)

@@ -1,4 +1,4 @@
-"""Engines, a sidecar that comes and goes, and a load that must not notice."""
+"""Engines, a sidecar that is killed, frozen and replaced, and a load of requests whose answers must stay right."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from pathlib import Path
 from chaos import faults, figures, load
 from testkit import engine, pool_file, prompts, sidecar, threads, timed_scheduler
 
-# Four requests of up to 20 blocks in 47: blocks are reused all the time, and now and then a request gives way.
+# Four requests of up to 20 blocks in 47: blocks are reused all the time, and now and then vLLM preempts a request.
 KV_BLOCKS = 48
 BATCHED_TOKENS = 256
 DTYPE_BYTES = 4
-# Fewer blocks than the prompts and their answers have: the sidecar evicts.
+# Less than the blocks of all prompts and answers: the sidecar evicts.
 DRAM = "8MiB"
 # The product's own default.
 QUERY_BUDGET_US = 2_000
-# The last moment to strike after a hit was seen, the longest absence of a sidecar, and the range of a freeze, which
-# lies on both sides of the 2 s that an engine waits for a load.
+# The longest delay between a hit and the next strike, the longest absence of a sidecar, and the range of a freeze. An engine
+# waits 2 s for a load, so freezes are shorter and longer than its wait.
 STRIKE_S, ABSENT_S, FROZEN_S = 0.4, 1.0, (0.05, 4.0)
 # Every prompt four times.
 UNDISTURBED_ANSWERS = 100
 
 
 def say(text: str) -> None:
-    """Progress, apart from the result."""
+    """Prints progress to standard error, apart from the result."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -43,7 +43,7 @@ class Undisturbed:
 
 
 class Campaign:
-    """The sidecar and the engine of the moment, the load, and what was counted."""
+    """The current sidecar and engine, the load, and the figures."""
 
     def __init__(self, directory: Path, model: Path, seed: int, prefix_blocks: Sequence[int] = load.PREFIX_BLOCKS) -> None:
         self._seed = seed
@@ -55,13 +55,13 @@ class Campaign:
         self._undisturbed: dict[faults.Shape, Undisturbed] = {}
         self._pool = sidecar.new_pool()
         self._sidecar: sidecar.Sidecar | None = None
-        # Of the sidecar of the moment, when last looked at.
+        # Counters of the current sidecar, at the last `_count_sidecar`.
         self._counters: dict[str, int] = {}
         self._engines = 0
         self._begin()
 
     def _begin(self) -> None:
-        """Nothing is counted yet."""
+        """Resets all counts."""
         self.figures = figures.Figures(seed=self._seed, query_budget_ms=QUERY_BUDGET_US / 1e3)
         self._added: list[float] = []
         self._added_engine_faults: list[float] = []
@@ -71,7 +71,7 @@ class Campaign:
     # --- what can be run ---
 
     def run(self, lives: list[faults.Life]) -> figures.Figures:
-        """Every life, then one that nothing strikes: it answers what is left, and hits."""
+        """Runs every life, then one without a fault: its engine answers all open requests, and hits the cache."""
         self._begin()
         self._observe_undisturbed([life.shape for life in lives])
         asking = load.Load(self._right, self._chance.randrange(1 << 30))
@@ -113,14 +113,14 @@ class Campaign:
                 asking.wait_answered(UNDISTURBED_ANSWERS)
                 asking.drain()
                 running.exit()
-            # The claim that all else rests on: tokens do not depend on what else runs.
+            # All other checks need this: an answer's tokens do not depend on the other requests.
             assert not any(request.wrong_tokens or request.wrong_logprobs for request in asking.answered)
             waits = figures.typical_waits(asking.answered)
             stalls = figures.stalls(timed_scheduler.read(self._times()), [])
             self._undisturbed[shape] = Undisturbed(waits, figures.added_waits(asking.answered, waits), stalls)
 
     def _learn(self, running: engine.Engine) -> None:
-        """The right answers, from the first engine; every other shape of engine must give the same."""
+        """Takes the right answers from the first engine; every other shape of engine must give the same."""
         if not self._right:
             known = [load.ask_alone(running, prompt) for prompt in self._prompts]
             self._right = [right for right, margin in known if margin > load.LOGPROB_TOLERANCE]
@@ -141,7 +141,7 @@ class Campaign:
                 time.sleep(self._chance.uniform(0, STRIKE_S))
                 span = self._strike(fault, life, running, asking)
                 spans += [span] if fault.startswith("engine") else []
-            # One that nothing strikes, or whose end is not among the rounds played.
+            # A life without a fault, or with its engine's end outside the rounds played.
             if life.faults[-1:] != [faults.ENGINE_KILL]:
                 self._wait_for_hits(asking)
                 asking.drain()
@@ -201,20 +201,20 @@ class Campaign:
             schedule_times=self._times(),
         )
         with engine.running(options, self._directory / f"engine-{self._engines}.log") as running:
-            # An engine's first steps are slow; they are nobody's wait.
+            # An engine's first steps are slow; no request of the load waits for them.
             warm = [prompts.prompt(tokens, seed=tokens) for tokens in (700, 333, 352, 65)]
             running.generate(warm, max_tokens=load.OUTPUT_TOKENS)
             yield running
 
     def _times(self) -> Path:
-        """Where the engine of the moment writes its schedule() times."""
+        """The file for the schedule() times of the current engine."""
         return self._directory / f"engine-{self._engines}.times"
 
     # --- the sidecar ---
 
     @property
     def sidecar(self) -> sidecar.Sidecar:
-        """The sidecar of the moment."""
+        """The current sidecar."""
         assert self._sidecar is not None
         return self._sidecar
 
@@ -235,13 +235,13 @@ class Campaign:
         self._sidecar.wait_ready()
 
     def _replace_sidecar(self, end: Callable[[], None]) -> None:
-        """After a while the next one, in the same pool file or in memory of its own."""
+        """Ends the sidecar by `end`, waits, and starts the next one, in the same pool file or in memory of its own."""
         end()
         time.sleep(self._chance.uniform(0, ABSENT_S))
         self._start_sidecar(anonymous=self._chance.random() < 0.5)
 
     def _wait_for_sessions(self, life: faults.Life, asking: load.Load) -> None:
-        """The scheduler and every rank are connected."""
+        """Waits until the scheduler and every rank are connected."""
         wanted = 1 + life.ranks
         self._wait(asking, lambda: self.sidecar.metrics()["pillion_sessions"] == wanted, f"{wanted} sessions")
 
@@ -257,7 +257,7 @@ class Campaign:
         self.sidecar.wait_for(holds, what, load.WATCHDOG_S)
 
     def _count_sidecar(self) -> None:
-        """Look at this sidecar's counters; what it counts between this and its death is not missed."""
+        """Reads this sidecar's counters. Counts between this call and the sidecar's death are lost, and no check needs them."""
         self._counters = self.sidecar.metrics()
 
     def _add_counters(self) -> None:

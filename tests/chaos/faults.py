@@ -1,4 +1,4 @@
-"""What strikes, and in which order: drawn from a seed."""
+"""The faults of each engine's life and their order, drawn from a seed."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ Copy = Literal["engine", "sidecar"]
 FREEZES_SIDECAR: set[Fault] = {"sidecar-freeze", "sidecar-freeze-kill"}
 FREEZES_ENGINE: set[Fault] = {"engine-freeze", "engine-freeze-kill"}
 ENGINE_KILL: Fault = "engine-kill"
-# Another sidecar follows.
+# After these faults another sidecar starts.
 ENDS_SIDECAR: set[Fault] = {"sidecar-kill", "sidecar-freeze-kill", "sidecar-drain", "engine-freeze-kill"}
-# Faults of a life are dealt from a shuffled deck that holds each frequent one four times.
+# The faults of a life are drawn from a shuffled list with each frequent fault four times.
 FREQUENT: list[Fault] = ["sidecar-kill", "sidecar-freeze"]
 RARE: list[Fault] = ["sidecar-freeze-kill", "sidecar-drain", "engine-freeze", "engine-freeze-kill"]
 DECK = 4 * FREQUENT + RARE
-# Where the sidecar writes into the engine, a copy that is frozen half-way can be neither awaited for ever nor revoked
-# (host memory): there is no promise to test.
+# With copies by the sidecar into host memory, a frozen copy cannot be awaited for ever or revoked: Pillion promises nothing
+# there, so nothing is tested.
 DECKS: dict[Copy, list[Fault]] = {
     "engine": DECK,
     "sidecar": [fault for fault in DECK if fault not in FREEZES_SIDECAR],
@@ -43,7 +43,7 @@ ROUNDS_OF_A_LIFE = 10
 
 @dataclasses.dataclass(frozen=True)
 class Life:
-    """One engine's life: how it runs, and what strikes in its rounds. The last strike is the engine's own death."""
+    """One engine's life: its shape, and the fault of each round. The last fault kills the engine."""
 
     shape: Shape
     load: Load
@@ -55,12 +55,12 @@ class Life:
 
     @property
     def ranks(self) -> int:
-        """Engine processes that hold KV."""
+        """The number of engine processes with KV."""
         return 2 if self.shape == "two-ranks" else 1
 
 
 def plan(rounds: int, seed: int) -> list[Life]:
-    """Lives of ten rounds at the most, so many rounds in all; every load with every copy before one comes again."""
+    """Lives of ten rounds at most, `rounds` in all; every load is played with every copy before one comes again."""
     chance = random.Random(seed)
     ways = list(itertools.product(LOADS, DECKS))
     chance.shuffle(ways)
@@ -75,6 +75,6 @@ def plan(rounds: int, seed: int) -> list[Life]:
 
 
 def _deal(deck: list[Fault], chance: random.Random) -> Iterator[Fault]:
-    """Faults without end; none is missing for longer than two decks."""
+    """Endless faults; none is missing for longer than two lists."""
     while True:
         yield from chance.sample(deck, len(deck))

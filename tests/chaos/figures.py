@@ -1,4 +1,4 @@
-"""What a campaign found, in the words of its JSON line."""
+"""The figures of a campaign, under the names of its JSON line."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Stalls:
 class Figures:
     """Sums over a campaign.
 
-    `max_added_wait_ms` is the most that a request waited beyond the median of its prompt in the undisturbed run: same
-    load, same shape of engine, no connector. Requests that a freeze or a kill of the engine itself overlaps are left
-    out of it; they are in `max_added_wait_engine_faults_ms`. `max_schedule_stall_ms` is the longest schedule() call
-    that no freeze of the engine overlaps; `..._on_core` leaves out the time in which the thread could have run, but
-    other processes had the cores. `..._undisturbed` is the same of the runs without connector.
+    `max_added_wait_ms` is the longest wait of a request beyond the median of its prompt in the undisturbed run: same load, same
+    shape of engine, no connector. Requests during a freeze or a kill of the engine itself are not in it; they are in
+    `max_added_wait_engine_faults_ms`. `max_schedule_stall_ms` is the longest schedule() call without a freeze of the engine;
+    `..._on_core` leaves out the time in which the thread could have run, but other processes had the cores. `..._undisturbed`
+    is the same of the runs without connector.
     """
 
     seed: int = 0
@@ -62,7 +62,7 @@ class Figures:
     evicted_blocks: int = 0
 
     def count(self, fault: Fault) -> None:
-        """One round more."""
+        """Counts one round."""
         self.rounds += 1
         self.kills += fault.endswith("kill")
         self.engine_kills += fault == ENGINE_KILL
@@ -70,14 +70,14 @@ class Figures:
         self.drains += fault == "sidecar-drain"
 
     def note_waits(self, added: list[float], engine_faults: list[float], undisturbed: list[float]) -> None:
-        """Milliseconds that requests waited longer than typical."""
+        """Takes the added waits of requests, in milliseconds, of each kind."""
         self.max_added_wait_ms = max(added, default=0.0)
         self.p99_added_wait_ms = p99(added)
         self.max_added_wait_engine_faults_ms = max(engine_faults, default=0.0)
         self.max_added_wait_undisturbed_ms = max(undisturbed, default=0.0)
 
     def note_stalls(self, disturbed: list[Stalls], undisturbed: list[Stalls]) -> None:
-        """Durations of schedule() calls."""
+        """Takes the durations of schedule() calls, with and without a connector."""
 
         def longest(lists: Iterable[list[float]]) -> float:
             return max((value for values in lists for value in values), default=0.0)
@@ -103,12 +103,12 @@ class Span:
     end: float
 
     def overlaps(self, start: float, end: float) -> bool:
-        """Whether the two have a moment in common."""
+        """True if the two have a moment in common."""
         return start <= self.end and self.start <= end
 
 
 def p99(values: Iterable[float]) -> float:
-    """The smallest value that 99 of 100 do not exceed; 0 of none."""
+    """The 99th percentile: the smallest value not exceeded by 99 of 100; 0 without values."""
     ordered = sorted(values)
     return ordered[math.ceil(len(ordered) * 0.99) - 1] if ordered else 0.0
 
@@ -122,12 +122,12 @@ def typical_waits(answered: list[Request]) -> dict[int, float]:
 
 
 def added_waits(answered: list[Request], typical: dict[int, float]) -> list[float]:
-    """By how many milliseconds every request waited longer than its prompt's typical wait."""
+    """The added wait of every request in milliseconds: its wait less its prompt's typical wait."""
     return [1e3 * (request.answered - request.asked - typical[request.prompt]) for request in answered]
 
 
 def stalls(calls: list[timed_scheduler.Call], but: list[Span]) -> Stalls:
-    """The calls that overlap none of the spans."""
+    """The calls outside all of the spans."""
     counted = [
         call for call in calls if not any(span.overlaps(call.start / 1e9, (call.start + call.duration) / 1e9) for span in but)
     ]

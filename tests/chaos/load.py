@@ -1,4 +1,4 @@
-"""A closed loop of requests on one engine after another: so many in flight, every answer checked."""
+"""A closed loop of requests on one engine after another: `IN_FLIGHT` at a time, every answer checked."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ IN_FLIGHT = 4
 # Six prefixes of 6 to 16 blocks, four questions each: at the most 20 blocks with the answer.
 PREFIX_BLOCKS = (6, 8, 10, 12, 14, 16)
 QUESTION_TOKENS = (5, 40, 70, 100)
-# How long one look at the engine's answers waits; bounds how late a stop is seen.
+# The wait of one look at the engine's answers; a stop is seen that late at most.
 PATIENCE_S = 0.05
 DRAIN_WATCHDOG_S = 120
-# How long answers, and what they show, are waited for.
+# The watchdog of waits for answers and for their effects.
 WATCHDOG_S = 300
-# In float32, logprobs move by 5e-6 with the shape of the batch (measured: alone, two, four and eight together, prompts
-# whole and in chunks, from the engine's own cache and not), and the closest two candidates of an answer are typically
-# 3e-3 apart. So tokens do not depend on what else runs, if prompts with closer candidates are left out; and KV that is
-# wrong anywhere moves logprobs by more.
+# In float32, logprobs move by 5e-6 with the shape of the batch (measured: alone, two, four and eight together, prompts whole
+# and in chunks, from the engine's own cache and not), and the closest two candidates of an answer are typically 3e-3 apart. So
+# tokens do not depend on what else runs, if prompts with closer candidates are left out; and wrong KV anywhere moves logprobs
+# by more.
 LOGPROB_TOLERANCE = 1e-3
 
 
 def make_prompts(seed: int, prefix_blocks: Sequence[int]) -> list[list[int]]:
-    """Prompts that share prefixes of so many blocks."""
+    """Prompts, several for each number of `prefix_blocks`; those of one number share a prefix of so many blocks."""
     asked = []
     for number, blocks in enumerate(prefix_blocks):
         prefix = prompts.prompt(blocks * engine.BLOCK_TOKENS, seed=1_000 * seed + number)
@@ -42,7 +42,7 @@ def make_prompts(seed: int, prefix_blocks: Sequence[int]) -> list[list[int]]:
 
 @dataclasses.dataclass(frozen=True)
 class Right:
-    """A prompt and the answer of an engine that nothing disturbs."""
+    """A prompt and the answer of an undisturbed engine."""
 
     prompt: list[int]
     tokens: list[int]
@@ -50,7 +50,7 @@ class Right:
 
 
 def ask_alone(running: engine.Engine, prompt: list[int]) -> tuple[Right, float]:
-    """The right answer, and how far apart the two best candidates of its closest decision were."""
+    """The right answer, and the smallest difference between the two best candidates of a token."""
     answer = running.generate([prompt], max_tokens=OUTPUT_TOKENS, logprobs=2)[0]
     best = [sorted(position.values(), reverse=True)[:2] for position in answer["logprobs"]]
     return Right(prompt, answer["tokens"], chosen_logprobs(answer)), min(first - second for first, second in best)
@@ -88,7 +88,7 @@ class Load:
 
     def __init__(self, right: list[Right], seed: int) -> None:
         self.answered: list[Request] = []
-        # Requests that a living engine ended without an answer.
+        # Requests ended by a living engine without an answer.
         self.refused: list[Request] = []
         self._right = right
         self._random = random.Random(seed)
@@ -102,11 +102,11 @@ class Load:
 
     @property
     def unanswered(self) -> int:
-        """Requests that wait for their answer, or will never have one."""
+        """The number of requests without an answer, refused ones included."""
         return len(self._open) + len(self.refused)
 
     def start(self, running: engine.Engine) -> None:
-        """Ask this engine; first what the engine before it left unanswered."""
+        """Sends requests to this engine; first the requests that the engine before it left unanswered."""
         assert self._thread is None
         self._engine = running
         for event in (self._draining, self._crashing):
@@ -128,7 +128,7 @@ class Load:
         wait_for(enough, f"{count} answers", WATCHDOG_S, failed=self._engine.failed)
 
     def drain(self) -> None:
-        """Ask no more, and wait for what was asked. What stays away under the watchdog stays unanswered."""
+        """Sends no new request, and waits for all answers. Requests without an answer at the watchdog's end stay unanswered."""
         self._draining.set()
         self._end()
 
@@ -139,7 +139,7 @@ class Load:
         self._end()
 
     def check(self) -> None:
-        """Raise what went wrong in the loop."""
+        """Raises the loop's error, if it had one."""
         if self._failure is not None:
             raise self._failure
 
@@ -166,7 +166,7 @@ class Load:
                 self._failure = error
 
     def _draw(self) -> int:
-        """The next prompt: all of them before one comes again."""
+        """The next prompt; all prompts are drawn before one comes again."""
         if not self._drawn:
             self._drawn = list(range(len(self._right)))
             self._random.shuffle(self._drawn)

@@ -1,7 +1,7 @@
 """Two engines, a sidecar and a router: each is killed and frozen while clients ask the router.
 
-Every prompt is one that nobody has computed, so every answer is a hand-over. An engine without a connector says at the
-end what was right. Before the first fault a negative control shows that wrong KV would be noticed.
+No engine has KV of any prompt before, so every answer is a hand-over. At the end an engine without a connector gives the right
+answers. Before the first fault a negative control shows that the test notices wrong KV.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from testkit.waiting import wait_for
 VICTIMS = ("p", "d", "sidecar", "router")
 ENGINES = ("p", "d")
 KINDS = ("freeze", "kill")
-# Whoever is one of these may cost a client an error.
+# A fault of one of these may cost a client an error.
 MAY_FAIL = ("d", "router")
 ORDERS = ("at-once", "prefill-first", "by-load")
 CLIENTS, PROMPT_TOKENS, STEP_TOKENS, OUTPUT_TOKENS = 2, 640, 256, 8
@@ -42,18 +42,18 @@ DTYPE_BYTES = 4
 # Prompts of the negative control; fewer than fill the pool.
 DAMAGED_PROMPTS = 4
 LOADED = 'pillion_handover_released_total{reason="loaded"}'
-# The last moment to strike, in the time of a hand-over; how long whoever comes back stands still. A load's bytes are
-# awaited for 2 s: memory of a CPU cannot be taken back from a sidecar that stood still for longer in a copy.
+# The latest moment of a strike after the request, and the length of a freeze. An engine waits 2 s for a load's bytes: host
+# memory cannot be taken back from a sidecar that was frozen for longer during a copy.
 STRIKE_S, FROZEN_S = 0.4, 1.5
-# A request that has no end by then is lost.
+# A request without an end by then is lost.
 PATIENCE_S = 60
-# How long the death of a process may delay an answer, in milliseconds.
+# The longest delay of an answer by the death of a process, in milliseconds.
 LATE_MS = 300
 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """One blow: its kind, and the process that it strikes."""
+    """One fault: its kind, and the process struck."""
 
     kind: str
     victim: str
@@ -63,7 +63,7 @@ class Fault:
 
     @property
     def ends_engine(self) -> bool:
-        """Whether an engine has to be started before the next one strikes."""
+        """True if an engine has to be started before the next fault."""
         return self.kind == "kill" and self.victim in ENGINES
 
 
@@ -82,13 +82,13 @@ class Request:
 class Figures:
     """Sums over a campaign.
 
-    `failed` counts errors where D or the router was struck; an error at any other time is in `failed_unstruck`. A request
-    without an end is `lost`. `undisturbed_wait_ms` is the median of answers before the first fault, `recomputed_wait_ms`
-    the longest where both engines compute the prompts of all clients, as they do behind a fault. By fault,
-    `max_added_wait_ms` is the most that an answer waited beyond these two together, `answers` how many there are, and
-    `late` how many waited `LATE_MS` beyond them: of answers that no fault fell upon, `none`, some do too, as with vLLM
-    alone on two cores. An answer with a freeze among several faults is the freeze's. `handed_over` are blocks that the
-    engine that answers loaded. `damage_noticed` counts the wrong answers of the negative control, which no client asked for.
+    `failed` counts errors while D or the router was struck, `failed_unstruck` errors at any other time. A request without an
+    end is `lost`. `undisturbed_wait_ms` is the median of answers before the first fault, `recomputed_wait_ms` the longest where
+    both engines compute the prompts of all clients, as they do behind a fault. By fault, `max_added_wait_ms` is the longest
+    wait of an answer beyond these two together, `answers` the number of answers, and `late` the number that waited `LATE_MS`
+    longer still. Answers without a fault are under `none`; some of them are late too, as with vLLM alone on two cores. An
+    answer with a freeze among several faults counts for the freeze. `handed_over` is the number of blocks that D loaded.
+    `damage_noticed` counts wrong answers of the negative control, whose prompts no client sent.
     """
 
     seed: int
@@ -111,12 +111,14 @@ class Figures:
         return json.dumps({"pair": dataclasses.asdict(self)})
 
     def passed(self) -> bool:
-        """Whether no client saw what none may see, and wrong KV would have been noticed."""
+        """True if no client saw a wrong token, a lost request or an error without a reason, and the control noticed wrong
+        KV."""
         return bool(self.damage_noticed) and not (self.wrong_tokens or self.lost or self.failed_unstruck)
 
 
 def plan(rounds: int, seed: int) -> list[Fault]:
-    """Every fault of every victim once before one comes again. Ends of engines come last, that of D behind that of P."""
+    """`rounds` faults: every fault of every victim once before one comes again. Ends of engines come last, first of P, then of
+    D."""
     chance = random.Random(seed)
     faults: list[Fault] = []
     while len(faults) < rounds:
@@ -127,17 +129,17 @@ def plan(rounds: int, seed: int) -> list[Fault]:
 
 
 def ends_with_engines(faults: list[Fault]) -> bool:
-    """Whether nothing but ends of P and then D is left: D answers without P, and no engine has to start, which is slow."""
+    """True if only the ends of P and then D are left: D answers without P, and no engine has to start, which is slow."""
     return faults == [Fault("kill", victim) for victim in ENGINES]
 
 
 def _prolonged(fault: Fault, span: Span, end: float) -> tuple[Fault, Span]:
-    """The end of an engine strikes whoever asks before another one is there: until `end`, when nobody asks any more."""
+    """The end of an engine affects all requests until another engine is there: until `end`, when no client asks any more."""
     return fault, dataclasses.replace(span, end=end)
 
 
 def ask(url: str, model: Path, prompt: list[int], max_tokens: int) -> list[int]:
-    """The tokens that a server answers."""
+    """The tokens of a server's answer."""
     fields = {"model": str(model), "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
     body = json.dumps(fields | {"return_token_ids": True, "ignore_eos": True}).encode()
     asked = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
@@ -159,7 +161,7 @@ class Clients:
             thread.start()
 
     def stop(self) -> None:
-        """Ask no more; every request has its end, or is lost."""
+        """Lets every request end or be lost, and sends no more."""
         self._stop.set()
         self._go.set()
         for thread in self._threads:
@@ -167,23 +169,23 @@ class Clients:
 
     @contextlib.contextmanager
     def resting(self) -> Iterator[None]:
-        """Nobody asks meanwhile."""
+        """No client sends a request within this block."""
         self._go.clear()
         self.wait_ended(list(self.open.values()))
         yield
         self._go.set()
 
     def answered(self) -> int:
-        """Requests that ended with tokens."""
+        """The number of requests answered with tokens."""
         return sum(request.tokens is not None for request in self.ended)
 
     def wait_answered(self, more: int) -> None:
-        """Wait for so many answers more."""
+        """Waits for `more` further answers."""
         goal = self.answered() + more
         wait_for(lambda: self.answered() >= goal, f"{more} answers", 2 * PATIENCE_S)
 
     def wait_ended(self, requests: list[Request]) -> None:
-        """Wait until these have their end, or are lost."""
+        """Waits until these requests have ended, or are lost."""
         wait_for(lambda: all(request.ended for request in requests), "ends of requests", 2 * PATIENCE_S)
 
     def _run(self, number: int) -> None:
@@ -194,25 +196,25 @@ class Clients:
                 request.tokens = ask(self._url, self._model, request.prompt, OUTPUT_TOKENS)
             except (OSError, http.client.HTTPException, ValueError) as error:
                 request.error = repr(error)
-                # Whoever refuses does so at once; a client that asks again does not.
+                # A server that refuses does so at once; the pause keeps the client from asking again at once.
                 time.sleep(0.1)
             request.ended = time.monotonic()
             self.ended.append(request)
 
 
 def count_wrong(lone: engine.Engine, asked: list[list[int]], answers: Sequence[list[int] | None]) -> int:
-    """How many answers are not those of an engine without a connector."""
+    """The number of answers with other tokens than those of an engine without a connector."""
     right = lone.generate(asked, max_tokens=OUTPUT_TOKENS, logprobs=0)
     return sum(tokens != other["tokens"] for tokens, other in zip(answers, right, strict=True))
 
 
 class Campaign:
-    """The processes of the moment, and what strikes them."""
+    """The running processes, and the faults against them."""
 
     def __init__(self, directory: Path, model: Path, seed: int) -> None:
         self._directory, self._model, self._seed = directory, model, seed
         self._chance = random.Random(seed)
-        # Seeds of prompts: each is used once, so nobody has computed any prompt.
+        # Seeds of prompts: each is used once, so no prompt has KV before.
         self._seeds = itertools.count(1_000_000 * seed)
         self._urls = {name: f"http://127.0.0.1:{free_port()}" for name in ("p", "d", "router")}
         self._pool = sidecar.new_pool()
@@ -221,7 +223,7 @@ class Campaign:
         self._handed_over = 0
 
     def run(self, faults: list[Fault]) -> Figures:
-        """Every fault, and what clients saw of it."""
+        """Plays every fault; the figures of the clients' answers."""
         found = Figures(self._seed)
         spans: list[tuple[Fault, Span]] = []
         with self._processes() as lone:
@@ -249,12 +251,12 @@ class Campaign:
         return found
 
     def run_damaged(self) -> Figures:
-        """Nothing but the negative control, as if clients had asked for its answers."""
+        """The figures of the negative control alone, as if clients had asked for its answers."""
         with self._processes() as lone:
             return Figures(self._seed, requests=DAMAGED_PROMPTS, wrong_tokens=self._answer_from_damage(lone))
 
     def _answer_from_damage(self, lone: engine.Engine) -> int:
-        """The negative control: how many answers are wrong where what P has computed is damaged before D loads it."""
+        """The negative control: the number of wrong answers after P's blocks are damaged before D loads them."""
         made = [prompts.prompt(PROMPT_TOKENS, next(self._seeds)) for _ in range(DAMAGED_PROMPTS)]
         for prompt in made:
             ask(self._urls["p"], self._model, prompt, max_tokens=1)
@@ -264,7 +266,7 @@ class Campaign:
         with pool_file.damaged(self._pool, value_bytes=DTYPE_BYTES) as damaged:
             assert damaged >= blocks
             answers = [ask(self._urls["router"], self._model, prompt, OUTPUT_TOKENS) for prompt in made]
-        # `handed_over` counts blocks of prompts that clients asked for: the control's are taken off.
+        # `handed_over` counts blocks of prompts from clients: the control's blocks are subtracted.
         self._handed_over -= keeper.sample(LOADED)
         return count_wrong(lone, made, answers)
 
@@ -284,7 +286,7 @@ class Campaign:
         return max(waits)
 
     def _strike(self, fault: Fault, clients: Clients) -> Span:
-        """Strikes; all but an engine that ended is there again afterwards."""
+        """Plays a fault. Afterwards every process runs again, except an engine that ended."""
         victim, start = self._running[fault.victim], time.monotonic()
         if fault.kind == "kill":
             self._count(fault.victim)
@@ -296,7 +298,7 @@ class Campaign:
         else:
             victim.signal(signal.SIGSTOP)
             if fault.victim == "p":
-                # Whoever waits for it gives it up, also of those that ask while it stands still.
+                # D gives up waiting for P, also for requests that arrive during the freeze.
                 clients.wait_answered(2 * CLIENTS)
             else:
                 time.sleep(FROZEN_S)
@@ -305,7 +307,7 @@ class Campaign:
         return Span(start, time.monotonic())
 
     def _replace(self, name: str, clients: Clients) -> float:
-        """Starts an engine where one ended, and waits until the router asks it; when the last client had its answer before."""
+        """Starts an engine where one ended, and waits until the router asks it; returns when the last client had its answer."""
         with clients.resting():
             rested = time.monotonic()
             self._start(name)
@@ -337,7 +339,7 @@ class Campaign:
 
     @contextlib.contextmanager
     def _processes(self) -> Iterator[engine.Engine]:
-        """All processes; what is given is the engine that says what is right."""
+        """Runs all processes; yields the engine without a connector, whose answers are right."""
         options = engine.Options(model=self._model, dtype="float32", batched_tokens=STEP_TOKENS)
         with contextlib.ExitStack() as stack:
             stack.callback(self._pool.unlink, missing_ok=True)
@@ -371,7 +373,7 @@ class Campaign:
             self._running[name] = vllm_server.start(self._model, socket, self._urls[name], log, steps)
 
     def _count(self, name: str) -> None:
-        """Adds what a sidecar has counted that is about to end."""
+        """Adds the counts of a sidecar before it ends."""
         keeper = self._running[name]
         if isinstance(keeper, sidecar.Sidecar):
             self._handed_over += keeper.sample(LOADED)

@@ -14,19 +14,19 @@ from testkit import engine, logs, model, prompts
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose output depends strongly on its KV."""
+    """A model with outputs that depend strongly on its KV."""
     return model.write(tmp_path_factory.mktemp("model"), model.TINY)
 
 
 @pytest.fixture(scope="session")
 def options(tiny_model: Path) -> engine.Options:
-    """A plain engine: no connector. Tests replace what they need."""
+    """A plain engine, without a connector. Tests replace single options."""
     return engine.Options(model=tiny_model)
 
 
 @pytest.fixture(scope="session")
 def plain(options: engine.Options, tmp_path_factory: pytest.TempPathFactory) -> Iterator[engine.Engine]:
-    """vLLM without a connector, alive for the whole session: what the right answer is.
+    """vLLM without a connector, alive for the whole session: its answers are the right ones.
 
     It cuts prompts into steps of prompts.STEP_TOKENS.
     """
@@ -39,7 +39,8 @@ def plain(options: engine.Options, tmp_path_factory: pytest.TempPathFactory) -> 
 def right_two_ranks(
     options: engine.Options, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[list[list[int]], int], list[list[int]]]:
-    """The right answers of two ranks, whose sums round differently from one rank's; one engine start."""
+    """The right answers of two ranks; their sums round differently from those of one rank. Starts one engine, when first
+    asked."""
     known: dict[str, list[list[int]]] = {}
 
     def ask(asked: list[list[int]], output_tokens: int) -> list[list[int]]:

@@ -1,4 +1,5 @@
-"""A wire that stands still behind so many bytes: TCP to a port of a host, carried by the kernel, so that it is no slow one."""
+"""A TCP connection that stops after a number of bytes. The kernel carries the bytes, so the wire is not slow before it
+stops."""
 
 from __future__ import annotations
 
@@ -8,17 +9,17 @@ import os
 import socket
 import threading
 
-# What a pipe holds, and so the least by which the bytes that come through fall short of those allowed.
+# The bytes in a full pipe: so many fewer than allowed may have come through.
 CARRIED_BYTES = 64 << 10
 
 
 class Dam:
-    """So many bytes of the host's come through, of all connections together; what follows waits until the dam is opened."""
+    """Lets `through_bytes` of a host's bytes through, of all connections together, and holds the rest back until `open`."""
 
     def __init__(self, listen: str, host: str, port: int, through_bytes: int) -> None:
         self._listener = socket.create_server((listen, 0))
         self._to = (host, port)
-        # Where to connect to instead.
+        # The port to connect to, by the host's port.
         self.ports = {port: int(self._listener.getsockname()[1])}
         self._left = through_bytes
         self._open = False
@@ -43,12 +44,12 @@ class Dam:
 
     @property
     def holds(self) -> bool:
-        """Whether something waits."""
+        """True if bytes are held back."""
         with self._changed:
             return self._left < 0 and not self._open
 
     def open(self) -> None:
-        """Lets everything through."""
+        """Lets all bytes through."""
         with self._changed:
             self._open = True
             self._changed.notify_all()

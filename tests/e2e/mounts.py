@@ -1,4 +1,4 @@
-"""File systems that only one process sees, to be as small as a test wants them."""
+"""File systems visible to one process alone, of the size that a test sets."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-# With the right to mount, or as root of a user namespace of its own.
+# With the right to mount, or as root of a user namespace.
 WAYS = (["unshare", "--mount"], ["unshare", "--map-root-user", "--mount"])
 SCRIPT = 'mount -t tmpfs -o size="$0" tmpfs "$1" && shift && exec "$@"'
 
 
 def small_tmpfs(place: Path, size_bytes: int) -> tuple[str, ...]:
-    """What to put before a command so that it finds a tmpfs of this size at `place`. Skips the test where that is forbidden."""
+    """The words before a command that give it a tmpfs of this size at `place`. Skips the test where mounting is forbidden."""
     refusals = []
     for way in WAYS:
         prefix = (*way, "sh", "-c", SCRIPT, str(size_bytes), str(place))

@@ -13,7 +13,7 @@ import pytest
 
 from testkit.server import Server
 
-# Of the range that is set aside for benchmarks of networks: no machine's own.
+# From the range reserved for benchmarks of networks: no machine has an address in it.
 SUBNET = ipaddress.ip_network("198.18.77.0/24")
 BRIDGE, BRIDGE_ADDRESS = "pillion-test", str(SUBNET[1])
 ETCD_URL = f"http://{BRIDGE_ADDRESS}:2379"
@@ -28,7 +28,7 @@ class Host:
 
     def __init__(self, name: str, number: int) -> None:
         self.name, self.address = f"pillion-test-{name}", str(SUBNET[1 + number])
-        # What to put before a command that is to run on this host.
+        # The words before a command that run it on this host.
         self.prefix = ("ip", "netns", "exec", self.name)
         link = f"pillion-{name}"
         _do("ip", "netns", "add", self.name)
@@ -40,7 +40,7 @@ class Host:
 
     @contextlib.contextmanager
     def unplugged(self) -> Iterator[None]:
-        """The link is down."""
+        """Within this block the link is down."""
         _do("ip", "-n", self.name, "link", "set", "eth0", "down")
         try:
             yield
@@ -49,7 +49,7 @@ class Host:
 
     @contextlib.contextmanager
     def deaf_to(self, address: str) -> Iterator[None]:
-        """Packets from there are dropped without a word."""
+        """Within this block packets from this address are dropped without an answer."""
         rule = f"table inet pillion {{\nchain in {{\ntype filter hook input priority 0;\nip saddr {address} drop\n}}\n}}\n"
         _do(*self.prefix, "nft", rule)
         try:
@@ -59,7 +59,8 @@ class Host:
 
     @contextlib.contextmanager
     def diverted(self, address: str, ports: dict[int, int]) -> Iterator[None]:
-        """What goes from here to these ports of a host goes to others of the bridge, and what was connected is cut."""
+        """Within this block connections from here to these ports of a host go to other ports of the bridge. Open connections
+        are cut."""
         ways = [f"ip daddr {address} tcp dport {port} dnat to {BRIDGE_ADDRESS}:{other}\n" for port, other in ports.items()]
         rule = f"table ip pillion {{\nchain out {{\ntype nat hook output priority -100;\n{''.join(ways)}}}\n}}\n"
         try:
@@ -77,7 +78,7 @@ class Host:
 
 @contextlib.contextmanager
 def hosts(*names: str) -> Iterator[list[Host]]:
-    """Hosts that reach each other and this one. Skips the test where that is forbidden."""
+    """Hosts that reach each other and this machine. Skips the test where network namespaces are forbidden."""
     missing = [tool for tool in ("ip", "nft", "etcd") if shutil.which(tool) is None]
     assert not missing, f"{', '.join(missing)} missing: scripts/setup tests installs what the tests need"
     _remove(names)
@@ -94,20 +95,20 @@ def hosts(*names: str) -> Iterator[list[Host]]:
 
 
 def _remove(names: tuple[str, ...]) -> None:
-    # Also what a killed run left.
+    # Also removes the links and hosts of a killed run.
     for command in [*(["ip", "netns", "delete", f"pillion-test-{name}"] for name in names), ["ip", "link", "delete", BRIDGE]]:
         subprocess.run(command, check=False, capture_output=True)
 
 
 class Etcd:
-    """A real etcd on the bridge, which keeps its data over its own death."""
+    """A real etcd on the bridge; its data outlives its death."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self.start()
 
     def start(self) -> None:
-        """Starts it, again perhaps, and waits until it answers."""
+        """Starts etcd, after a kill too, and waits until it answers."""
         peers = f"http://{BRIDGE_ADDRESS}:2380"
         command = ["etcd", "--data-dir", str(self._directory / "etcd"), "--listen-client-urls", ETCD_URL]
         command += ["--advertise-client-urls", ETCD_URL, "--listen-peer-urls", peers]
@@ -116,5 +117,5 @@ class Etcd:
         self._server.wait_ready()
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Kills etcd with SIGKILL."""
         self._server.kill()

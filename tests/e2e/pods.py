@@ -11,9 +11,9 @@ import network
 from testkit import engine, sidecar
 
 OUTPUT_TOKENS = 8
-# A prompt is computed in several steps: its blocks come one after the other.
+# A prompt takes several steps, so its blocks come one after the other.
 BATCHED_TOKENS = 256
-# Peers are told of blocks at the first, and give them at the second.
+# Peers announce blocks at the first port, and give them at the second.
 CONTROL_PORT, BLOCK_PORT = 9441, 9442
 
 
@@ -27,23 +27,23 @@ class Pod:
     engine: engine.Engine
 
     def ask(self, tokens: list[int]) -> dict[str, Any]:
-        """One answer."""
+        """The answer to a prompt."""
         return self.engine.generate([tokens], max_tokens=OUTPUT_TOKENS)[0]
 
     def end(self) -> None:
-        """The sidecar of the moment goes, and its pool."""
+        """Kills the current sidecar and removes its pool."""
         self.sidecar.kill()
         self.sidecar.pool.unlink(missing_ok=True)
 
     def hits(self) -> int:
-        """Tokens that came from outside the engine so far."""
+        """Tokens loaded from outside the engine so far."""
         return self.engine.metrics()["external_hits"]
 
 
 def start_sidecar(
     host: network.Host, directory: Path, pool_file: Path | None = None, more: tuple[str, ...] = (), dram: str = "128MiB"
 ) -> sidecar.Sidecar:
-    """One that is to be a member of the mesh."""
+    """A sidecar for the mesh."""
     listen = f"{host.address}:{CONTROL_PORT}"
     mesh = ("--mesh-listen", listen, "--etcd", network.ETCD_URL, "--node-id", host.name, "--mesh-plaintext", *more)
     started = sidecar.Sidecar(directory, dram, pool_file, prefix=host.prefix, http=f"{host.address}:9440", more=mesh)
@@ -52,14 +52,14 @@ def start_sidecar(
 
 
 def start_engine(stack: contextlib.ExitStack, options: engine.Options, log: Path) -> engine.Engine:
-    """One that is not waited for: several start at the same time."""
+    """An engine that is not waited for: several start at the same time."""
     started = engine.Engine(options, log)
     stack.callback(started.kill)
     return started
 
 
 def start_pod(stack: contextlib.ExitStack, options: engine.Options, host: network.Host, directory: Path, **more: Any) -> Pod:
-    """A sidecar, `more` as for `start_sidecar`, and an engine that starts."""
+    """A sidecar, with `more` for `start_sidecar`, and an engine, still starting."""
     directory.mkdir()
     beside = start_sidecar(host, directory, **more)
     connected = dataclasses.replace(options, socket=beside.socket, prefix=host.prefix, batched_tokens=BATCHED_TOKENS)

@@ -1,6 +1,6 @@
-"""A bad network: a TCP proxy that disturbs what it carries, at places that a seed decides.
+"""A bad network: a TCP proxy with disturbances at places drawn from a seed.
 
-Whatever becomes of its packets, TCP loses and changes no byte: bytes are late, or the connection ends. So it is here.
+TCP loses and changes no byte when packets are lost: bytes are late, or the connection ends. This proxy does the same.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ from collections.abc import Awaitable, Callable
 
 CHUNK_BYTES = 64 << 10
 DELAY_S = (0.020, 0.060)
-# What was lost comes after the least time that Linux waits for an acknowledgement; each time that it is lost again, after
-# twice as long, and half as often.
+# A lost packet is sent again after Linux's least wait for an acknowledgement; after each further loss the wait is doubled, and
+# half as likely.
 LOSS_S, LOSS_WEIGHTS = (0.2, 0.4, 0.8, 1.6), (8, 4, 2, 1)
-# From one loss to the next, or from a connection's begin to its cut, there are fewer bytes: five of the tests' blocks.
+# The most bytes from one loss to the next, or from a connection's start to its cut: five of the tests' blocks.
 APART_BYTES = 240 << 10
 SLOW_BYTES_PER_S = 64 << 10
 
 
 class Line:
-    """One way of one connection."""
+    """One direction of one connection."""
 
     def __init__(self, disturb: Callable[[], None], writer: asyncio.StreamWriter, dice: random.Random) -> None:
         self._disturb, self._writer, self.dice = disturb, writer, dice
-        # Bytes to the next place where something happens.
+        # Bytes to the next disturbance.
         self.left = dice.randrange(APART_BYTES)
 
     async def send(self, chunk: bytes) -> None:
-        """Carries some bytes on."""
+        """Sends a chunk on."""
         self.left -= len(chunk)
         self._writer.write(chunk)
         await self._writer.drain()
 
     async def hold(self, seconds: float) -> None:
-        """Keeps what follows back."""
+        """Delays all later bytes."""
         self._disturb()
         await asyncio.sleep(seconds)
 
     def cut(self) -> None:
-        """Ends the connection, as a reset."""
+        """Ends the connection with a reset."""
         self._disturb()
         raise ConnectionResetError
 
@@ -54,13 +54,13 @@ Fault = Callable[[Line, bytes], Awaitable[None]]
 
 
 async def delay(line: Line, chunk: bytes) -> None:
-    """Everything comes later."""
+    """Delays every chunk."""
     await line.hold(line.dice.uniform(*DELAY_S))
     await line.send(chunk)
 
 
 async def loss(line: Line, chunk: bytes) -> None:
-    """A packet is lost here and there, and all bytes after it wait until it was sent again."""
+    """Loses a packet now and then: all bytes after it wait until it is sent again."""
     while len(chunk) > line.left:
         before, chunk = chunk[: line.left], chunk[line.left :]
         await line.send(before)
@@ -70,7 +70,7 @@ async def loss(line: Line, chunk: bytes) -> None:
 
 
 async def cut(line: Line, chunk: bytes) -> None:
-    """No connection lives long."""
+    """Cuts every connection after a while."""
     before = chunk[: line.left]
     await line.send(before)
     if len(before) < len(chunk):
@@ -78,20 +78,20 @@ async def cut(line: Line, chunk: bytes) -> None:
 
 
 async def slow(line: Line, chunk: bytes) -> None:
-    """Few bytes a second."""
+    """Sends few bytes a second."""
     await line.hold(len(chunk) / SLOW_BYTES_PER_S)
     await line.send(chunk)
 
 
 class Proxy:
-    """Carries TCP to ports of a host from others of `listen`, with a fault."""
+    """Carries TCP from ports of `listen` to ports of a host, with a fault."""
 
     def __init__(self, listen: str, host: str, ports: tuple[int, ...], fault: Fault, seed: int) -> None:
-        # How often something was late or cut, for each port.
+        # The number of delays and cuts, for each port.
         self.disturbances: collections.Counter[int] = collections.Counter()
         self._host, self._fault, self._seed = host, fault, seed
         self._listeners = {port: socket.create_server((listen, 0)) for port in ports}
-        # Where to connect to instead of each port.
+        # The port to connect to, by the host's port.
         self.ports: dict[int, int] = {port: listener.getsockname()[1] for port, listener in self._listeners.items()}
         self._connections = 0
         self._end = asyncio.Event()
@@ -121,7 +121,7 @@ class Proxy:
 
     async def _carry(self, port: int, near_reader: asyncio.StreamReader, near: asyncio.StreamWriter) -> None:
         ends = [near]
-        # Who is cut off or ends is told of on the other side by a reset, too.
+        # A peer's reset or end is a reset on the other side, too.
         with contextlib.suppress(OSError):
             try:
                 far_reader, far = await asyncio.open_connection(self._host, port)

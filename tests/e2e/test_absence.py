@@ -1,4 +1,4 @@
-"""A sidecar that is not there, not yet or not any more, or memory that cannot be had, costs speed alone.
+"""An absent sidecar, before or after it served, or a lack of shared memory costs speed alone.
 
 A wrong option stops the start.
 """
@@ -36,9 +36,9 @@ def _answers(running: engine.Engine) -> list[list[int]]:
 def test_sidecar_that_cannot_start_and_one_that_comes_later(
     options: engine.Options, plain: engine.Engine, tmp_path: Path
 ) -> None:
-    """The engine starts without a sidecar and answers as if there were no connector; it joins the first that serves.
+    """The engine starts without a sidecar and answers as without a connector; it joins the first serving sidecar.
 
-    One whose pool file finds its file system full says so, with the remedy, and ends.
+    A sidecar with its pool file on a full file system logs the remedy, and ends.
     """
     right = _right_answers(plain)
     full = tmp_path / "full"
@@ -58,7 +58,7 @@ def test_sidecar_that_cannot_start_and_one_that_comes_later(
         with sidecar.serving(tmp_path) as keeper:
 
             def saved() -> bool:
-                # The engine takes up its session between two steps; what it is asked before is computed as ever.
+                # The engine takes up its session between two steps; earlier requests are computed.
                 assert running.reset_prefix_cache()
                 assert _answers(running) == right
                 return keeper.metrics()["pillion_saved_bytes_total"] >= STORED_BYTES
@@ -73,7 +73,7 @@ def test_sidecar_that_cannot_start_and_one_that_comes_later(
 
 
 def test_no_room_in_shared_memory(options: engine.Options, plain: engine.Engine, tmp_path: Path) -> None:
-    """KV memory that cannot be shared: said with the remedy, and the engine answers as if there were no connector."""
+    """KV memory that cannot be shared is logged with the remedy, and the engine answers as without a connector."""
     small = mounts.small_tmpfs(Path("/dev/shm"), options.kv_bytes // 2)
     with sidecar.serving(tmp_path) as keeper:
         cramped = dataclasses.replace(options, socket=keeper.socket, prefix=small)

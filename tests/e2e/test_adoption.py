@@ -1,4 +1,5 @@
-"""A sidecar is killed; the next one serves the blocks of the same pool file, to an engine that stayed and to a new one."""
+"""A sidecar is killed; the next one serves the blocks of the same pool file, to an engine that kept running and to a new
+one."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ HIT = prompts.hit_tokens(len(TOKENS))
 
 
 def _saved_and_killed(keeper: sidecar.Sidecar, running: engine.Engine) -> list[int]:
-    """Ask once, wait until every block is kept, kill the sidecar; the answer."""
+    """Asks once, waits until every block is kept, and kills the sidecar; the answer."""
     answer = running.generate([TOKENS], max_tokens=OUTPUT_TOKENS)[0]["tokens"]
     keeper.wait_metric("pillion_saved_blocks_total", STORED)
     keeper.wait_summed()
@@ -34,7 +35,7 @@ def _restarted(directory: Path, pool: Path) -> sidecar.Sidecar:
 
 @pytest.mark.supports("pool-file")
 def test_adopted_blocks_answer(options: engine.Options, plain: engine.Engine, tmp_path: Path) -> None:
-    """Same tokens as vLLM alone, from blocks that an earlier sidecar kept."""
+    """Blocks kept by an earlier sidecar give the same tokens as vLLM alone."""
     assert plain.reset_prefix_cache()
     right = plain.generate([TOKENS], max_tokens=OUTPUT_TOKENS)[0]["tokens"]
     first = sidecar.Sidecar(tmp_path)

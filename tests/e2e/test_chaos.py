@@ -45,7 +45,7 @@ def test_no_fault_is_noticed(chaos: campaign.Campaign) -> None:
 
 
 def test_damage_is_noticed(chaos: campaign.Campaign) -> None:
-    """The negative control: one wrong K value in every block that the sidecar keeps shows in tokens."""
+    """The negative control: one wrong K value in every kept block changes tokens."""
     found = chaos.run_damaged()
     assert found.wrong_tokens > 0
     assert found.lost == 0

@@ -16,7 +16,7 @@ HIT = (BLOCKS - 1) * collisions.BLOCK_TOKENS
 
 
 def test_prompts_of_one_hash_do_not_share(options: engine.Options, tmp_path: Path) -> None:
-    """The second of two misses, and nothing is kept of the blocks by which vLLM's own cache mistakes it."""
+    """The second prompt misses, and no block of it is kept where vLLM's own cache confuses it with the first."""
     first, second, third = ([*block, *BEHIND] for block in (*collisions.pair(1), collisions.pair(2)[0]))
     large = {"block_size": collisions.BLOCK_TOKENS, "prefix_caching_hash_algo": "xxhash_cbor"}
     options = dataclasses.replace(options, batched_tokens=prompts.STEP_TOKENS, arguments=large, extra=CHECKING)
@@ -34,7 +34,7 @@ def test_prompts_of_one_hash_do_not_share(options: engine.Options, tmp_path: Pat
         with engine.running(connected, tmp_path / "one.log") as running:
             assert ask(running, first) == (right[0], 0)
             kept(1)
-            # vLLM's own cache gives it the other's KV.
+            # vLLM's own cache gives this prompt the KV of the first.
             assert ask(running, second)[0] != right[1]
             assert ask(running, third) == (right[2], 0)
             kept(2)

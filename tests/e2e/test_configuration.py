@@ -1,4 +1,4 @@
-"""KV belongs to one configuration of a model: edited, its KV is another; served otherwise, it is the same."""
+"""An edited model configuration has KV of its own; the same configuration served with other settings keeps its KV."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def edit(directory: Path, **values: Any) -> None:
 
 
 def differing(keeper: sidecar.Sidecar) -> set[str]:
-    """The facts in which the two namespaces of a sidecar differ."""
+    """The names of the facts that differ between a sidecar's two namespaces."""
     one, other = (entry["facts"] for entry in keeper.namespaces())
     return {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
 
@@ -35,12 +35,12 @@ class Asker:
         self._options = options
 
     def right(self, log: Path, **arguments: Any) -> list[int]:
-        """What vLLM answers without a connector."""
+        """The answer of vLLM without a connector."""
         with self._running(None, log, arguments) as plain:
             return self._answer(plain)
 
     def ask(self, log: Path, **arguments: Any) -> tuple[list[int], int]:
-        """What it answers with the cache, whose hit it counts; its prompt is kept then."""
+        """The engine's answer and its hit, with the cache; the prompt is kept afterwards."""
         before = self.keeper.metrics()["pillion_saved_blocks_total"]
         with self._running(self.keeper.socket, log, arguments) as running:
             tokens = self._answer(running)

@@ -1,4 +1,4 @@
-"""Wrong blocks of an engine with a transient fault: the next engine finds them, bars nobody, and hits again by itself."""
+"""Wrong blocks of an engine with a transient fault: the next engine finds them, no engine is barred, and hits come back."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from testkit.asking import again, ask, keep, whole
 
 GOOD = [asking.prompt(seed) for seed in (400, 401, 402)]
 BAD = asking.prompt(403)
-# A fault computes its beginning, and the rest is computed upon it.
+# An engine with a fault computes the beginning of this prompt, and a healthy one the rest.
 MIXED = asking.prompt(404)
 MIXED_TOKENS = prompts.STEP_TOKENS // 4
-# Another prompt upon that beginning.
+# Another prompt with that beginning.
 BESIDE = MIXED[:MIXED_TOKENS] + asking.prompt(405)
 # Every second hit is checked.
 OFTEN = {"pillion.check_every": 1}
@@ -39,7 +39,8 @@ def keep_wrong(keeper: sidecar.Sidecar, options: engine.Options, log: Path) -> N
 
 
 def test_wrong_blocks_go_and_bar_nobody(options: engine.Options, tmp_path: Path) -> None:
-    """The end of a hit tells of the beginning only by a long check. One contradiction is a doubt. Good prompts end it."""
+    """A check of a hit's end finds wrong blocks at its beginning only if the check is long. One contradiction is a doubt, and
+    good prompts end it."""
     options = dataclasses.replace(options, batched_tokens=prompts.STEP_TOKENS)
     *good, bad, mixed, beside = asking.right(options, tmp_path / "plain.log", *GOOD, BAD, MIXED, BESIDE)
     with sidecar.serving(tmp_path) as keeper:
@@ -68,7 +69,7 @@ def test_wrong_blocks_go_and_bar_nobody(options: engine.Options, tmp_path: Path)
             checked(4, 2)
             # The engine's own cache has forgotten the loaded blocks.
             assert ask(running, BAD) == (bad, 0)
-            # In doubt it believes nothing, and computes two witnesses.
+            # In doubt the engine loads nothing, and computes two witnesses.
             for number, prompt in enumerate(GOOD[:2]):
                 assert again(running, prompt) == (good[number], 0)
                 checked(5 + number, 2)

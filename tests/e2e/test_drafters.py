@@ -1,6 +1,6 @@
-"""Speculation: KV of steps with drafts is kept, over a restart, with one cache group and with several.
+"""Speculation: KV of steps with drafts is kept over a restart, with one cache group and with several.
 
-With EAGLE vLLM takes each hit of its own cache to be a block shorter, which Pillion does not load again for each request.
+With EAGLE vLLM takes each hit of its own cache to be a block shorter. Pillion does not load this block again for each request.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def ask(running: engine.Engine) -> tuple[dict[str, Any], int]:
 @pytest.mark.supports("eagle")
 @pytest.mark.parametrize("method", LOCAL)
 def test_a_drafter_s_kv_outlives_the_engine(method: str, tmp_path: Path) -> None:
-    """In float32, so that steps of several sizes choose the same tokens."""
+    """The engines use float32, so steps of several sizes choose the same tokens."""
     speculative = drafter.write(tmp_path / "drafter", method)
     shape = model.write(tmp_path / "model", drafter.TARGET)
     with sidecar.serving(tmp_path) as keeper:

@@ -1,6 +1,7 @@
-"""Blocks of another pod go on to the engine while later ones are still on the wire (docs/decisions/0017-loads-begin-while-later-blocks-are-still-arriving.md).
+"""Blocks of another pod go on to the engine while later ones are still on the wire.
 
-The wire stands still behind the first parts of them, so that what happens then cannot be missed.
+See docs/decisions/0017-loads-begin-while-later-blocks-are-still-arriving.md. The wire stops after the first parts of the
+blocks, so the test sees the state in between.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from testkit.waiting import Failed
 # As in test_mesh.py.
 pytestmark = pytest.mark.xdist_group("hosts")
 
-# Blocks of 384 KiB, of which a part of the connector's, 4 MiB, has 11.
+# Blocks of 384 KiB: a part of the connector's, 4 MiB, has 11.
 WIDE = dataclasses.replace(model.TINY, layers=3, kv_heads=4, head_dim=256, max_position=2048)
 # Such blocks in three cache groups: two with windows, of two blocks each, and one with full attention.
 WIDE_SET = dataclasses.replace(model.TINY_WINDOWS, layers=9, full_layers=3, kv_heads=4, head_dim=256, max_position=2048)
@@ -34,9 +35,9 @@ BLOCKS = prompts.hit_tokens(PROMPT_TOKENS) // engine.BLOCK_TOKENS
 THROUGH_BLOCKS = 40
 BLOCK_BYTES = 384 << 10
 REQUEST_WATCHDOG_S = 60
-# A fetch ends 2 s after it was sent for. What a test does later than this to one that stands still may come too late.
+# A fetch ends 2 s after its begin. A test's step later than this may come too late for a fetch that stopped.
 LATE_S = 1.5
-# Prompts of which one is to be in time, and how long B then leaves A's last faults alone (mesh/src/directory/breaker.rs).
+# One of so many prompts is to be in time. B ignores A's last faults after so many seconds (mesh/src/directory/breaker.rs).
 PLAYS_MAX, FORGIVEN_S = 4, 11
 EARLY, LOADED, FAILED = "pillion_query_early_answers_total", "pillion_loaded_blocks_total", "pillion_load_failures_total"
 FETCHED, FAULTS = "pillion_mesh_fetched_blocks_total", "pillion_mesh_faults_total"
@@ -44,44 +45,44 @@ FETCHED, FAULTS = "pillion_mesh_fetched_blocks_total", "pillion_mesh_faults_tota
 
 @dataclasses.dataclass(frozen=True)
 class Begun:
-    """A request of B for blocks of which a part stands still: what B's sidecar had counted before, and when B was asked."""
+    """A request of B with a part of its blocks held back: the counters of B's sidecar before it, and its time."""
 
     before: dict[str, int]
     asked_s: float
 
     @property
     def is_late(self) -> bool:
-        """Whether the fetch may have ended by now."""
+        """True if the fetch may have ended by now."""
         return time.monotonic() - self.asked_s > LATE_S
 
 
 @dataclasses.dataclass
 class Pair:
-    """`a` computes, `b` asks after it."""
+    """`a` computes prompts, `b` asks for the same prompts later."""
 
     a: pods.Pod
     b: pods.Pod
-    # Blocks of windows that a hit reads. They come before those of full attention, and are loaded at once.
+    # Blocks of windows in a hit. They come before those of full attention, and are loaded at once.
     in_windows: int
     seed: int = 8_000
 
     @property
     def first(self) -> int:
-        """Blocks of whole parts, which are loaded while others stand still."""
+        """Blocks of whole parts, which are loaded while other blocks are held back."""
         return self.in_windows + THROUGH_BLOCKS // PART_BLOCKS * PART_BLOCKS
 
     @property
     def blocks(self) -> int:
-        """Blocks that a hit reads."""
+        """The number of blocks that a hit reads."""
         return self.in_windows + BLOCKS
 
     def new(self) -> list[int]:
-        """A prompt that nobody has computed."""
+        """A prompt without KV in any engine."""
         self.seed += 1
         return prompts.prompt(PROMPT_TOKENS, self.seed)
 
     def computed(self) -> tuple[list[int], dict[str, Any]]:
-        """A new prompt that A has computed and B knows of, and A's answer from its own cache."""
+        """A new prompt, computed by A and known to B, and A's answer from its own cache."""
         tokens = self.new()
         kept = self.a.sidecar.metrics()["pillion_blocks"]
         self.a.ask(tokens)
@@ -91,7 +92,8 @@ class Pair:
 
     @contextlib.contextmanager
     def dammed(self) -> Iterator[dam.Dam]:
-        """So much comes through from A to B, the rest is held back. In the end every connection is cut."""
+        """Within this block the bytes of `THROUGH_BLOCKS` blocks come through from A to B, the rest is held back. At its end
+        every connection is cut."""
         a, b = self.a.host, self.b.host
         through = (self.in_windows + THROUGH_BLOCKS) * BLOCK_BYTES + BLOCK_BYTES // 2
         between = dam.Dam(network.BRIDGE_ADDRESS, a.address, pods.BLOCK_PORT, through)
@@ -99,7 +101,7 @@ class Pair:
             yield between
 
     def begin(self, tokens: list[int]) -> Begun:
-        """Asks B, and returns when it has what comes through, whole parts loaded, or is late."""
+        """Asks B, and returns when B has loaded all whole parts that came through, or is late."""
         begun = Begun(self.b.sidecar.metrics(), time.monotonic())
         self.b.engine.ask(0, tokens, pods.OUTPUT_TOKENS, logprobs=5)
 
@@ -114,17 +116,17 @@ class Pair:
         return begun
 
     def give_up(self, held: dam.Dam) -> None:
-        """What was begun was late: has B answer it, so that another prompt can be asked."""
+        """Ends a request that was late: B answers it, so another prompt can be asked."""
         held.open()
         self.b.engine.answered(REQUEST_WATCHDOG_S)
         time.sleep(FORGIVEN_S)
 
     def failed(self) -> Failed:
-        """An error of a test that was late each time."""
+        """The error of a test that was late each time."""
         return self.b.sidecar.failed(f"each of {PLAYS_MAX} fetches stood still for longer than {LATE_S} s")
 
     def since(self, before: dict[str, int]) -> dict[str, int]:
-        """What B's sidecar has counted."""
+        """The counts of B's sidecar since `before`."""
         return {name: value - before[name] for name, value in self.b.sidecar.metrics().items()}
 
 
@@ -147,7 +149,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_the_first_parts_are_loaded_while_the_rest_is_on_the_wire(pair: Pair) -> None:
-    """Same tokens and logprobs as the computing engine's own cache; and wrong bytes would show."""
+    """B answers with the tokens and logprobs of A's own cache, and damaged bytes change its answer."""
     for _ in range(PLAYS_MAX):
         with pair.dammed() as held:
             tokens, right = pair.computed()
@@ -175,7 +177,8 @@ def test_the_first_parts_are_loaded_while_the_rest_is_on_the_wire(pair: Pair) ->
 
 
 def test_the_owner_dies_while_the_rest_is_on_the_wire(pair: Pair) -> None:
-    """What did not come is computed, no less exactly, and the engine works on. The last test: A has no sidecar any more."""
+    """The engine computes the blocks that did not come, with the same tokens, and works on. The last test: A's sidecar is
+    dead."""
     for _ in range(PLAYS_MAX):
         with pair.dammed() as held:
             tokens, right = pair.computed()
@@ -191,7 +194,7 @@ def test_the_owner_dies_while_the_rest_is_on_the_wire(pair: Pair) -> None:
     assert answer["tokens"] == right["tokens"]
     assert answer["logprobs"] == right["logprobs"]
     counts = pair.since(begun.before)
-    # Of 48 blocks a part of 11 came in pieces, and one of 4 not at all.
+    # 48 blocks are fetched: one part of 11 blocks came in pieces, and one of 4 not at all.
     assert (counts[EARLY], counts[LOADED], counts[FAILED]) == (1, pair.first, 2)
     tokens = pair.new()
     assert pair.b.ask(tokens)["tokens"] == pair.a.ask(tokens)["tokens"]

@@ -1,4 +1,4 @@
-"""The harness itself, on vLLM alone: what the other tests take for granted."""
+"""The harness itself, on vLLM alone: the properties that other tests rely on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from testkit.waiting import Failed
 
 
 def test_local_hit_is_bit_equal_and_counted(plain: engine.Engine) -> None:
-    """vLLM's own prefix hit: the reference that reloaded KV is compared with."""
+    """vLLM's own prefix hit is bit-equal and counted: other tests compare reloaded KV with it."""
     tokens = prompts.prompt(700, seed=101)
     before = plain.metrics()
     first, second, third = (plain.generate([tokens])[0] for _ in range(3))
@@ -26,7 +26,7 @@ def test_local_hit_is_bit_equal_and_counted(plain: engine.Engine) -> None:
 
 
 def test_output_depends_on_early_context(plain: engine.Engine) -> None:
-    """Another first token changes the answer: a cache that mixed prompts up would be noticed."""
+    """Another first token changes the answer, so tests notice a cache that mixes up prompts."""
     tokens = prompts.prompt(700, seed=102)
     other = [tokens[0] - 1 or tokens[0] + 1, *tokens[1:]]
     answers = plain.generate([tokens])[0], plain.generate([other])[0]
@@ -44,7 +44,7 @@ def test_abort_ends_one_request_only(plain: engine.Engine) -> None:
 
 
 def test_a_failed_start_is_an_error_with_its_reason(options: engine.Options, tmp_path: Path) -> None:
-    """An engine that cannot start fails the test at once, with vLLM's message."""
+    """An engine with a failed start fails the test at once, with vLLM's message."""
     missing = dataclasses.replace(options, model=tmp_path / "no-such-model")
     with (
         pytest.raises(Failed, match="no-such-model"),

@@ -1,4 +1,5 @@
-"""`pillion.engine` against a real sidecar: what one engine saves another one finds and loads, and what goes wrong is a miss."""
+"""`pillion.engine` against a real sidecar: one engine saves blocks, another one finds and loads them, and each fault is a
+miss."""
 
 from __future__ import annotations
 
@@ -22,16 +23,16 @@ PROMPT = list(range(100, 100 + 5 * TOKENS + 3))
 BLOCKS = len(PROMPT) // TOKENS
 # Its whole blocks.
 WHOLE = PROMPT[: BLOCKS * TOKENS]
-# Longer than a load waits without a promise; and how often the engine that promised is seen to work: a promise of one that is
-# not, for 5 s, is none.
+# Longer than a load waits without a promise; and how often the promising engine is seen to work. A promise ends after 5 s
+# without a sign of work.
 LATE_S, WORKS_EVERY_S = 3, 0.5
-# Prompts of which one is to be computed while another engine awaits it.
+# One of so many prompts is to be computed while another engine awaits it.
 PLAYS_MAX = 4
 QUERIES, EXHAUSTED = "pillion_handover_queries_total", "pillion_handover_exhausted_total"
 
 
 def namespace(**changed: str) -> Namespace:
-    """Of blocks of two shards."""
+    """A namespace with blocks of two shards."""
     return namespaces.new(layers=LAYERS, heads=HEADS, tokens=TOKENS, dim=DIM, shards=SHARDS, facts=changed)
 
 
@@ -43,22 +44,22 @@ def kv(seed: int, blocks: int = BLOCKS) -> tuple[Any, Any]:
 
 
 def joined(socket: Path, name: str, space: Namespace, blocks: int = 16) -> Engine:
-    """An engine without checks: all of its hits are loaded."""
+    """An engine without checks, so all of its hits are loaded."""
     return Engine(socket, name, space, blocks, check_every=0)
 
 
 def saved(kept_in: Engine, seed: int, tokens: list[int] = WHOLE) -> int:
-    """Computes all blocks of a prompt, and saves them; how many are kept then. A request of one token loads nothing."""
+    """Computes all blocks of a prompt and saves them; returns how many are kept then. A request of one token loads nothing."""
     with kept_in.load(tokens[:1]) as request:
         return kept_in.save(request, tokens, *kv(seed, len(tokens) // TOKENS))
 
 
 def test_what_one_engine_computes_another_one_awaits(tmp_path: Path) -> None:
-    """It asks before there is anything; what is handed over is kept until it has loaded that. Where that came too late, it was
-    given nothing, and that is counted."""
+    """An engine asks for blocks before they exist; the sidecar keeps them until this engine has loaded them. If the blocks came
+    too late, the engine gets none, and the sidecar counts that."""
 
     def play(number: int) -> bool:
-        """Whether the blocks of one prompt came in time; they are loaded then, or afterwards."""
+        """True if the blocks of one prompt came in time. Then they are loaded at once, otherwise afterwards."""
         prompt, before = [number, *WHOLE[1:]], keeper.metrics()
         asked = beside.submit(second.load, [*prompt, 1], awaits=True)
         keeper.wait_metric(QUERIES, before[QUERIES] + 1)
@@ -87,7 +88,7 @@ def test_what_one_engine_computes_another_one_awaits(tmp_path: Path) -> None:
 
 
 def test_what_one_engine_promises_another_one_awaits_for_longer(tmp_path: Path) -> None:
-    """More than the 2 s that a load waits otherwise; and no longer once the promise has ended without the blocks."""
+    """A promise prolongs the wait beyond the 2 s of an ordinary load, and no longer once it has ended without the blocks."""
     other = [7, *WHOLE[1:]]
     with sidecar.serving(tmp_path) as keeper, concurrent.futures.ThreadPoolExecutor() as beside:
         with joined(keeper.socket, "p", namespace()) as first, joined(keeper.socket, "d", namespace()) as second:
@@ -107,13 +108,14 @@ def test_what_one_engine_promises_another_one_awaits_for_longer(tmp_path: Path) 
                 asked = beside.submit(second.load, other, awaits=True)
                 keeper.wait_metric(QUERIES, 2)
             assert asked.result().held == 0
-        # The engine is answered before the metrics have it.
+        # The engine gets its answer before the metrics count it.
         keeper.wait_metric(EXHAUSTED, 1)
         assert keeper.metrics()["pillion_handover_promises_total"] == 2
 
 
 def test_what_one_engine_saves_another_one_loads(tmp_path: Path) -> None:
-    """Blocks of two shards; a second model on the same sidecar has its own under the same tokens."""
+    """Another engine loads blocks of two shards; a second model on the same sidecar has its own under the same
+    tokens."""
     with sidecar.serving(tmp_path) as keeper:
         other = namespace(dtype="another")
         with joined(keeper.socket, "p", namespace()) as first, joined(keeper.socket, "o", other) as apart:
@@ -137,7 +139,7 @@ def test_what_one_engine_saves_another_one_loads(tmp_path: Path) -> None:
 
 
 def test_consecutive_blocks_are_read_where_they_were_loaded(tmp_path: Path) -> None:
-    """Pieces of 8 KiB, a head's tokens each: K and V of one engine's blocks are those saved elsewhere by another."""
+    """Pieces of 8 KiB, a head's tokens each: one engine loads the K and V that another saved in other places."""
     dim, blocks = 32, 6
     space = namespaces.new(layers=2, heads=2, tokens=32, dim=dim, transposed=False)
     tokens = list(range(blocks * 32))
@@ -155,7 +157,7 @@ def test_consecutive_blocks_are_read_where_they_were_loaded(tmp_path: Path) -> N
 
 
 def test_later_blocks_are_saved_beside_those_that_were_loaded(tmp_path: Path) -> None:
-    """As a decoder keeps its answer."""
+    """As a decoder does to keep its answer."""
     with sidecar.serving(tmp_path) as keeper, joined(keeper.socket, "e", namespace(), 32) as ours:
         saved(ours, seed=1)
         longer = [*WHOLE, *range(300, 300 + 2 * TOKENS)]
@@ -176,7 +178,7 @@ def test_later_blocks_are_saved_beside_those_that_were_loaded(tmp_path: Path) ->
 
 
 def test_namespaces_are_found_with_what_differs_and_what_they_keep(tmp_path: Path) -> None:
-    """The nearest first; pages that cannot be read are said so."""
+    """The nearest namespace comes first; unreadable pages are reported."""
     weights = tmp_path / "weights"
     weights.mkdir()
     (weights / "model.safetensors").write_bytes(bytes(64))
@@ -206,7 +208,8 @@ def test_namespaces_are_found_with_what_differs_and_what_they_keep(tmp_path: Pat
 def test_who_joins_others_loads_and_saves_once_it_has_proven_what_it_computes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By the first block of a prompt of its own. Rounding passes; 3 %, or pages in another order, do not."""
+    """An engine proves itself by the first block of a prompt of its own. Rounding passes; 3 %, or pages in another order, do
+    not."""
     longer = [*WHOLE, *range(300, 300 + 2 * TOKENS)]
 
     def joins(name: str) -> Engine:
@@ -214,7 +217,7 @@ def test_who_joins_others_loads_and_saves_once_it_has_proven_what_it_computes(
         return joined(keeper.socket, name, found, 32)
 
     def saves(ours: Engine) -> tuple[int, int]:
-        """Loaded blocks of a longer prompt, and kept ones of the computed blocks."""
+        """The number of loaded blocks of a longer prompt, and how many of the computed blocks are kept."""
         with ours.load(longer) as request:
             loaded = request.held // TOKENS
             return loaded, ours.save(request, longer, *kv(seed=4, blocks=BLOCKS + 2 - loaded))
@@ -230,7 +233,7 @@ def test_who_joins_others_loads_and_saves_once_it_has_proven_what_it_computes(
         ours, theirs = joins("ours"), joins("theirs")
         assert saves(ours) == (BLOCKS, 0)
         assert "Engine.prove(tokens, compute)" in caplog.text
-        # The engine is answered before the metrics have it.
+        # The engine gets its answer before the metrics count it.
         keeper.wait_for(lambda: keeper.sample('pillion_saves_dropped_total{reason="unproven"}') == 2, "count of both blocks")
         off = 5e-7
         assert not ours.prove([7, *PROMPT], compute), "its first block is not kept"
@@ -251,7 +254,7 @@ def test_who_joins_others_loads_and_saves_once_it_has_proven_what_it_computes(
 
 
 def test_who_joins_a_namespace_of_which_nothing_is_kept_is_the_first(tmp_path: Path) -> None:
-    """In the next sidecar's life it proves by its own kept block."""
+    """With the next sidecar the engine proves itself by its own kept block."""
     with sidecar.serving(tmp_path) as keeper:
         with joined(keeper.socket, "knows", namespace(), 1):
             [found] = engine.find(keeper.socket)
@@ -289,7 +292,8 @@ def test_nothing_of_a_prompt_outlives_the_eviction_of_its_namespace(tmp_path: Pa
 
 
 def test_a_sidecar_that_is_started_anew_costs_misses(tmp_path: Path) -> None:
-    """And an engine that finds none at its start is told what to start."""
+    """A sidecar's restart costs misses alone. An engine without a sidecar at its start gets an error that names the command to
+    start."""
     with pytest.raises(EngineError, match="pillion serve"):
         Engine(tmp_path / "pillion.sock", "early", namespace(), 16)
     with sidecar.serving(tmp_path) as keeper:

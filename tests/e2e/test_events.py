@@ -1,4 +1,4 @@
-"""A router that follows vLLM's KV events knows what the sidecar keeps for an engine, whatever becomes of it."""
+"""A router with vLLM's KV events knows the sidecar's blocks for an engine, after every kind of change."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from testkit.waiting import wait_for
 
 # 168 blocks; a prompt of `asking` has 50.
 DRAM = "8MiB"
-# What the ring between a sidecar and an engine has room for (shm-protocol/PROTOCOL.md, section 2).
+# The slots of the ring between a sidecar and an engine (shm-protocol/PROTOCOL.md, section 2).
 RING_SLOTS = 1024
-# Metrics that count what a router is told of.
+# Metrics of the changes announced to routers.
 CHANGES = ("pillion_saved_blocks_total", "pillion_evicted_blocks_total", "pillion_ssd_written_blocks_total")
 
 
@@ -29,13 +29,14 @@ def router() -> Iterator[Router]:
 
 
 def _kept(keeper: sidecar.Sidecar) -> set[int]:
-    """As vLLM's events name them: by the last 8 bytes of a hash, which has 16 here."""
+    """The kept blocks under the names of vLLM's events: the last 8 bytes of a hash of 16."""
     with pool_file.mapped(keeper.pool) as pool:
         return {int.from_bytes(slot.hash[8:16], "big") for slot in pool_file.committed(pool)}
 
 
 def _agree(keeper: sidecar.Sidecar, running: engine.Engine, router: Router, cleared: int = 0) -> int:
-    """Wait until the router, which was told so often that all is gone, knows what is kept; how much that is in memory."""
+    """Waits until the router, after `cleared` events without a block left, knows the kept blocks; the number of them in
+    memory."""
 
     def agrees() -> bool:
         # An engine publishes in its steps alone.
@@ -48,14 +49,14 @@ def _agree(keeper: sidecar.Sidecar, running: engine.Engine, router: Router, clea
 
 
 def _forgotten(running: engine.Engine, router: Router) -> bool:
-    """Whether the router knows of no block of the sidecar's, after another step."""
+    """True if the router knows no block of the sidecar after another step."""
     running.nudge()
     return not router.keys(MEMORY) | router.keys(DISK)
 
 
 @pytest.mark.supports("events")
 def test_a_router_knows_what_is_kept(options: engine.Options, tmp_path: Path, router: Router) -> None:
-    """Through eviction, a reset, more changes than the ring has room for, and a sidecar that is killed."""
+    """The router follows eviction, a reset, more changes than the ring's slots, and a killed sidecar."""
     disk = tmp_path / "disk"
     disk.mkdir()
     ssd = (f"{disk}:64MiB:create",)
@@ -71,13 +72,13 @@ def test_a_router_knows_what_is_kept(options: engine.Options, tmp_path: Path, ro
             first.wait_for(lambda: router.keys(MEMORY) == _kept(first), "events of the last saves of an idle engine")
             blocks = prompts.stored_blocks(asking.PROMPT_TOKENS, asking.OUTPUT_TOKENS)
             assert len(router.keys(MEMORY)) == blocks
-            # As vLLM told of its own blocks, with their tokens and parents.
+            # The events have the tokens and parents of vLLM's events for its own blocks.
             assert router.described[MEMORY, 0] == {key: router.described[GPU, 0][key] for key in router.keys(MEMORY)}
             for seed in range(801, 805):
                 asking.keep(first, running, asking.prompt(seed))
             assert _agree(first, running, router) < 5 * blocks, "nothing was evicted"
             assert router.described[DISK, 0].keys() <= router.described[GPU, 0].keys()
-            # vLLM tells routers that all is gone, the sidecar's blocks too.
+            # vLLM tells routers that all blocks are gone, the sidecar's blocks too.
             assert running.reset_prefix_cache()
             assert _agree(first, running, router, 1) > 0
             # Another engine's blocks, while this one does not step.

@@ -18,7 +18,8 @@ OUTPUT_TOKENS = 70
 
 @pytest.mark.supports("beside-others")
 def test_files_of_another_engine_are_not_kept(options: engine.Options, tmp_path: Path) -> None:
-    """Neither are the answers upon them. The writer of the files finds its own blocks again after a restart."""
+    """The reader does not keep blocks of the files or answers upon them. The writer of the files finds its own blocks again
+    after a restart."""
     # ExampleConnector writes a prompt of one step alone.
     float32 = dataclasses.replace(options, dtype="float32", batched_tokens=1024)
     folders = {name: tmp_path / name for name in ("writer", "reader")}

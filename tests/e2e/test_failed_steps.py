@@ -1,4 +1,4 @@
-"""Steps that fail, and blocks that vLLM lists though no step filled them: nothing of them is kept, and the engine goes on.
+"""Failed steps, and blocks listed by vLLM though no step filled them: none of these blocks is kept, and the engine goes on.
 
 `tests/gpu/test_steps.py` plays the same on a GPU, with either model runner.
 """
@@ -24,10 +24,10 @@ pytestmark = pytest.mark.xdist_group("steps")
 GPU_TESTS = Path(__file__).resolve().parents[1] / "gpu"
 OUTPUT_TOKENS = 8
 PATIENCE_S = 120
-# How a step fails: see `failing_engine`. A prompt has three steps, of which the second fails.
+# The failures of steps: see `failing_engine`. A prompt has three steps, and the second fails.
 KINDS = ("prepare", "layer", "output")
 FAILING = {kind: prompts.prompt(3 * prompts.STEP_TOKENS - 60, seed=900 + number) for number, kind in enumerate(KINDS)}
-# What is asked of the failed steps' prompts later: longer ones, which begin alike.
+# Later prompts: longer ones, with the failed prompts as their beginnings.
 LONGER = {kind: tokens + prompts.prompt(100, seed=920 + number) for number, (kind, tokens) in enumerate(FAILING.items())}
 HEALTHY = [prompts.prompt(tokens, seed=940 + tokens) for tokens in (150, 420, 700)]
 HIT_SHARE_MIN = 0.95
@@ -40,19 +40,19 @@ def _ask(running: engine.Engine, tokens: list[int]) -> Answer:
 
 
 def _same(one: Answer, other: Answer) -> bool:
-    """To the bit."""
+    """True if tokens and logprobs are equal to the bit."""
     return bool(one["tokens"] == other["tokens"] and one["logprobs"] == other["logprobs"])
 
 
 def _right(plain: engine.Engine, tokens: list[int]) -> tuple[Answer, Answer]:
-    """What vLLM answers alone: computed, and upon its own blocks."""
+    """The answers of vLLM alone: computed, and upon its own blocks."""
     assert plain.reset_prefix_cache()
     return _ask(plain, tokens), _ask(plain, tokens)
 
 
 @dataclasses.dataclass
 class Scene:
-    """An engine whose steps failed and that went on, and the sidecar that kept what it stood behind."""
+    """An engine after failed steps, and the sidecar with the blocks of its accepted steps."""
 
     options: engine.Options
     keeper: sidecar.Sidecar
@@ -60,7 +60,7 @@ class Scene:
 
 
 def _options(options: engine.Options, keeper: sidecar.Sidecar) -> engine.Options:
-    """A driver that fails steps."""
+    """Options of an engine whose driver fails steps."""
     path = os.pathsep.join([str(GPU_TESTS), python_path()["PYTHONPATH"]])
     return dataclasses.replace(
         options, socket=keeper.socket, batched_tokens=prompts.STEP_TOKENS, prefix=("env", f"PYTHONPATH={path}")
@@ -68,7 +68,8 @@ def _options(options: engine.Options, keeper: sidecar.Sidecar) -> engine.Options
 
 
 def _fail_and_go_on(options: engine.Options, keeper: sidecar.Sidecar, log: Path, accepts: bool) -> int:
-    """Each kind of failure, each followed by a healthy prompt; the steps that the engine counts as not accepted."""
+    """Plays each kind of failure, each followed by a healthy prompt; the number of steps without acceptance, counted by the
+    engine."""
     driver, engine.DRIVER = engine.DRIVER, "failing_engine"
     try:
         running = engine.Engine(options, log)
@@ -80,10 +81,10 @@ def _fail_and_go_on(options: engine.Options, keeper: sidecar.Sidecar, log: Path,
             running.command("accept_failed")
         for kind, healthy in zip(KINDS, HEALTHY, strict=True):
             running.command("fail", kind=kind, after=1)
-            assert _ask(running, FAILING[kind])["finish_reason"] is None, "vLLM aborts what a failed step computed"
+            assert _ask(running, FAILING[kind])["finish_reason"] is None, "vLLM aborts the request of a failed step"
             assert running.command("failed")["struck"]
             _ask(running, healthy)
-            # Upon what the failed step left in vLLM's own cache.
+            # A prompt upon the failed step's blocks in vLLM's own cache.
             _ask(running, LONGER[kind])
         blocks = sum(len(tokens) // engine.BLOCK_TOKENS for tokens in HEALTHY)
         keeper.wait_metric("pillion_saved_blocks_total", blocks)
@@ -94,7 +95,7 @@ def _fail_and_go_on(options: engine.Options, keeper: sidecar.Sidecar, log: Path,
 
 @pytest.fixture(scope="module")
 def scene(options: engine.Options, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    """Of the three failures."""
+    """An engine after the three failures."""
     directory = tmp_path_factory.mktemp("steps")
     with sidecar.serving(directory) as keeper:
         unaccepted = _fail_and_go_on(_options(options, keeper), keeper, directory / "failing.log", accepts=False)
@@ -103,7 +104,8 @@ def scene(options: engine.Options, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.mark.supports("failed-steps")
 def test_nothing_of_a_failed_step_is_kept(scene: Scene, plain: engine.Engine, tmp_path: Path) -> None:
-    """Another engine computes it, and finds all of the healthy prompts: the engine saved again after each failure."""
+    """Another engine computes the failed prompts, and hits all healthy ones: the first engine saved again after each
+    failure."""
     assert scene.unaccepted == len(KINDS)
     fresh = dataclasses.replace(scene.options, socket=scene.keeper.socket, batched_tokens=prompts.STEP_TOKENS)
     found = wanted = 0
@@ -135,7 +137,7 @@ def test_a_failed_step_that_counts_as_accepted_is_noticed(
 
 @pytest.mark.supports("failed-steps", "handover")
 def test_a_failed_step_is_not_handed_over(options: engine.Options, plain: engine.Engine, tmp_path: Path) -> None:
-    """D computes what P did not stand behind, while P is still asked to compute it."""
+    """D computes the prompt of P's failed step, while P is still asked to compute it."""
     tokens = prompts.prompt(3 * prompts.STEP_TOKENS - 60, seed=960)
     with sidecar.serving(tmp_path) as keeper:
         computing = dataclasses.replace(_options(options, keeper), copy="sidecar")
@@ -160,7 +162,7 @@ def test_a_failed_step_is_not_handed_over(options: engine.Options, plain: engine
 
 @pytest.mark.supports("failed-steps")
 def test_a_fault_that_ends_an_engine_ends_no_other(options: engine.Options, plain: engine.Engine, tmp_path: Path) -> None:
-    """NaN in one step's logits, of which vLLM ends: the next engine computes that prompt."""
+    """NaN in one step's logits ends vLLM: the next engine computes the prompt."""
     tokens = HEALTHY[1]
     strict = {"VLLM_COMPUTE_NANS_IN_LOGITS": "1", "VLLM_RAISE_ON_LOGIT_NANS": "1"}
     with sidecar.serving(tmp_path) as keeper:
@@ -180,7 +182,7 @@ def test_a_fault_that_ends_an_engine_ends_no_other(options: engine.Options, plai
 
 @pytest.mark.supports("failed-steps")
 def test_nan_is_kept_for_nobody(options: engine.Options, plain: engine.Engine, tmp_path: Path) -> None:
-    """vLLM answers with NaN in a layer and goes on: no block of it is kept, and the next engine computes the prompt."""
+    """vLLM answers with NaN in a layer and goes on: no block of the prompt is kept, and the next engine computes it."""
     tokens = HEALTHY[1]
     with sidecar.serving(tmp_path) as keeper:
         connected = dataclasses.replace(options, socket=keeper.socket, batched_tokens=prompts.STEP_TOKENS)
@@ -203,7 +205,7 @@ def test_nan_is_kept_for_nobody(options: engine.Options, plain: engine.Engine, t
 
 @pytest.mark.supports("priority")
 def test_a_block_that_vllm_lists_and_no_step_filled(options: engine.Options, tmp_path: Path) -> None:
-    """A request is preempted in the schedule() that listed its blocks: vLLM computes upon them, and they are not kept."""
+    """A request is preempted in the schedule() call of its listed blocks: vLLM computes upon them, and they are not kept."""
     running_prompt, urgent = prompts.prompt(300, seed=31), prompts.prompt(63, seed=32)
     other = running_prompt[:290] + prompts.prompt(30, seed=55)
     # Blocks for all of one prompt and most of the other.
@@ -226,10 +228,10 @@ def test_a_block_that_vllm_lists_and_no_step_filled(options: engine.Options, tmp
         sampling = {"max_tokens": OUTPUT_TOKENS, "logprobs": 0}
         with engine.running(kept, tmp_path / "squeezed.log") as running:
             running.command("squeeze", running=running_prompt, urgent=urgent, sampling=sampling)
-            # Upon what is listed since.
+            # A prompt upon the blocks listed since then.
             _ask(running, other)
             assert running.command("counter", metric="vllm:pillion_unproven_blocks") > 0, (
-                "nothing was listed that no step filled"
+                "nothing was listed without a step to fill it"
             )
             running.exit()
         with engine.running(kept, tmp_path / "fresh.log") as running:

@@ -1,4 +1,4 @@
-"""An engine in C and vLLM share blocks through sidecars: each loads what the other saved, under keys of its own making."""
+"""An engine in C and vLLM share blocks through sidecars: each makes the same keys, and loads the blocks of the other."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _tokens(case: dict[str, Any]) -> list[int]:
 
 
 def test_keys_are_vllms(foreign: ForeignEngine) -> None:
-    """Every golden case, some of whose tokens need 64 bits."""
+    """The C engine's keys of every golden case, some with tokens of 64 bits, are vLLM's keys."""
     passed = 0
     for case in json.loads(GOLDEN.read_text())["cases"]:
         tokens = _tokens(case)
@@ -77,14 +77,14 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_pages_are_read_as_in_python(foreign: ForeignEngine, form: str) -> None:
-    """Random blocks of two shards."""
+    """The C library reads random blocks of two shards as Python does."""
     blocks = numpy.random.default_rng(7).integers(256, size=(5, pages.block_bytes(form, 2)), dtype=numpy.uint8)
     right = pages.read(blocks, form, range(5), shards=2)
     assert foreign.gathered(form, 2, blocks.tobytes()) == b"".join(part.tobytes() for part in right)
 
 
 def test_layers_of_two_forms_follow_each_other(foreign: ForeignEngine) -> None:
-    """The same page behind another layer, whose K and V have changed places."""
+    """A second layer has the same page with K and V in exchanged places."""
     first, second = (FORMS["keys, then values"].replace("layers=3", "layers=1") for _ in range(2))
     second = second.replace("k=", "k=48+").replace("v=48+", "v=")
     blocks = numpy.random.default_rng(8).integers(256, size=(2, pages.block_bytes(f"{first}; {second}")), dtype=numpy.uint8)
@@ -97,7 +97,7 @@ def test_layers_of_two_forms_follow_each_other(foreign: ForeignEngine) -> None:
 
 
 def test_pages_that_no_strides_describe_are_refused_by_the_name_of_the_fact(foreign: ForeignEngine) -> None:
-    """With what to do about it."""
+    """The error says what to do about it."""
     amx = f"layers=3 {PAGE} dtype=bfloat16 kernel_block=8 order=kv_heads,tokens,content packing=amx"
     refused = foreign.attempt("gather", amx, 1)
     assert refused.returncode == 1 and "page_form: strides do not describe pages with packing=amx" in refused.stderr
@@ -105,7 +105,7 @@ def test_pages_that_no_strides_describe_are_refused_by_the_name_of_the_fact(fore
 
 @dataclasses.dataclass
 class Carried:
-    """One run of the C engine from one sidecar to another: what it printed and what it loaded."""
+    """One run of the C engine from one sidecar to another: its printed lines and the loaded blocks."""
 
     hashes: list[bytes]
     namespaces: list[str]
@@ -113,7 +113,7 @@ class Carried:
 
 
 class Carrier:
-    """The C engine between two sidecars, the first of which keeps one namespace."""
+    """The C engine between two sidecars; the first keeps blocks of one namespace."""
 
     def __init__(self, foreign: ForeignEngine, directory: Path, source: sidecar.Sidecar, target: sidecar.Sidecar) -> None:
         self._foreign, self._directory = foreign, directory
@@ -125,7 +125,8 @@ class Carrier:
     def attempt(
         self, tokens: list[int], copy: str, fault: str = "none", proof: list[int] | None = None, **facts: str | None
     ) -> subprocess.CompletedProcess[str]:
-        """A run that may fail; `facts` replace those of the namespace, None leaves one out. It proves by the prompt `proof`."""
+        """Runs the engine; it may fail. `facts` replace those of the namespace, None leaves one out. The engine proves itself
+        by the prompt `proof`."""
         prompt, stated, proven = (self._directory / name for name in ("tokens", "facts", "proof"))
         told = {name: value for name, value in (self.facts | facts).items() if value is not None}
         stated.write_text("".join(f"{name}={value}\n" for name, value in told.items()))
@@ -138,7 +139,7 @@ class Carrier:
         return self._foreign.attempt("carry", *files, *self._sockets, self._directory / "dump", copy, fault, *more)
 
     def copy(self, tokens: list[int]) -> tuple[list[str], bytes]:
-        """Copies a prompt's blocks by the calls of an engine that waits: what it prints, and the blocks' bytes."""
+        """Copies a prompt's blocks by the blocking calls of the library; the printed lines, and the blocks' bytes."""
         prompt, stated, dump = (self._directory / name for name in ("tokens", "facts", "dump"))
         stated.write_text("".join(f"{name}={value}\n" for name, value in self.facts.items()))
         # The last token is left to compute.
@@ -147,14 +148,14 @@ class Carrier:
         return printed, dump.read_bytes()
 
     def refused(self, fault: str = "none", **facts: str | None) -> str:
-        """What the engine is told by a sidecar that does not let it in."""
+        """The error of an engine that the sidecar refuses."""
         done = self.attempt(BY_ENGINE, "engine", fault, None, **facts)
         assert done.returncode == 1, done.stdout
         assert "refuses this engine" in done.stderr
         return done.stderr
 
     def carry(self, tokens: list[int], copy: str, fault: str = "none", proof: list[int] | None = None) -> Carried:
-        """Carries the full blocks of a prompt, which must all be there."""
+        """Carries the full blocks of a prompt; all of them must be kept by the first sidecar."""
         done = self.attempt(tokens, copy, fault, proof)
         assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
         lines = done.stdout.splitlines()
@@ -181,7 +182,7 @@ def _ask(asked: engine.Engine, tokens: list[int]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class FirstLife:
-    """A sidecar that keeps what an engine computed, and that engine's answers on a local hit."""
+    """A sidecar with the blocks of an engine, and that engine's answers on a local hit."""
 
     keeper: sidecar.Sidecar
     local: list[dict[str, Any]]
@@ -189,7 +190,7 @@ class FirstLife:
 
 @pytest.fixture(scope="module")
 def first_life(options: engine.Options, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FirstLife]:
-    """One vLLM engine, which ends when all of its blocks are saved."""
+    """The sidecar after one vLLM engine saved all of its blocks and ended."""
     asked = [BY_ENGINE, BY_SIDECAR, SPOILED]
     directory = tmp_path_factory.mktemp("first-life")
     with sidecar.serving(directory) as keeper:
@@ -205,13 +206,13 @@ def first_life(options: engine.Options, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.mark.supports("foreign")
 def test_blocks_cross_both_ways(options: engine.Options, foreign: ForeignEngine, first_life: FirstLife, tmp_path: Path) -> None:
-    """vLLM saves, C loads and verifies; C saves, vLLM hits with the right tokens. Who has not proven its blocks keeps none."""
+    """vLLM saves, C loads and verifies; C saves, vLLM hits with the right tokens. An engine without a proof keeps no blocks."""
     source, local = first_life.keeper, first_life.local
     with sidecar.serving(tmp_path) as target:
         carrier = Carrier(foreign, tmp_path, source, target)
         saved = _kept(source)
         by_engine = carrier.carry(BY_ENGINE, "engine")
-        # It was the first there. Those that follow prove by the first block of its prompt.
+        # The C engine was the first there. Later engines prove themselves by the first block of its prompt.
         kept = _kept(target)
         unproven = carrier.attempt(BY_SIDECAR, "sidecar")
         assert unproven.returncode == 1 and "pillion_scheduler_check" in unproven.stderr
@@ -238,7 +239,7 @@ def test_blocks_cross_both_ways(options: engine.Options, foreign: ForeignEngine,
 
 
 def test_an_engine_that_handles_no_key_and_no_plan(foreign: ForeignEngine, first_life: FirstLife, tmp_path: Path) -> None:
-    """C loads what vLLM saved, and saves it elsewhere: the same bytes and keys. The first engine there needs no proof."""
+    """C loads the blocks of vLLM, and saves them elsewhere: the same bytes and keys. The first engine there needs no proof."""
     source = first_life.keeper
     saved = _kept(source)
     with sidecar.serving(tmp_path) as target:
@@ -247,7 +248,7 @@ def test_an_engine_that_handles_no_key_and_no_plan(foreign: ForeignEngine, first
             blocks = len(tokens) // engine.BLOCK_TOKENS
             printed, dump = carrier.copy(tokens)
             held = blocks * engine.BLOCK_TOKENS
-            # Of a sidecar's first engine nothing is kept to prove it by; and the last prompt begins as none that is kept.
+            # A sidecar's first engine finds no kept block for a proof. The last prompt begins unlike every kept one.
             assert printed == [f"held {held}", f"proven {int(number == 1)}", f"kept {blocks if number < 2 else 0}"]
             chain = keys.Chain(
                 carrier.facts["hash_algorithm"].partition("+")[0],
@@ -266,7 +267,7 @@ def test_an_engine_that_handles_no_key_and_no_plan(foreign: ForeignEngine, first
 def test_prompts_are_handed_over_both_ways(
     options: engine.Options, foreign: ForeignEngine, first_life: FirstLife, tmp_path: Path
 ) -> None:
-    """C awaits what vLLM computed, and promises it to another vLLM, which awaits that."""
+    """C awaits blocks of vLLM, then promises them to another vLLM, which awaits them."""
     source, right = first_life.keeper, first_life.local[0]
     with contextlib.ExitStack() as stack:
         target = stack.enter_context(sidecar.serving(tmp_path))
@@ -288,7 +289,7 @@ def test_prompts_are_handed_over_both_ways(
 def test_who_copies_facts_that_are_not_its_own_is_kept_out(
     foreign: ForeignEngine, first_life: FirstLife, tmp_path: Path
 ) -> None:
-    """Another dtype, no sample of its weights, and blocks of another size, whatever it states."""
+    """The sidecar refuses another dtype, a missing sample of weights, and blocks of another size."""
     keeper = first_life.keeper
     kept = _kept(keeper)
     carrier = Carrier(foreign, tmp_path, keeper, keeper)
@@ -302,7 +303,7 @@ def test_who_copies_facts_that_are_not_its_own_is_kept_out(
 def test_wrong_blocks_are_found_by_the_first_hit(
     options: engine.Options, foreign: ForeignEngine, first_life: FirstLife, tmp_path: Path
 ) -> None:
-    """All facts are right and the bytes are not: an engine's first hit finds it, and its answers are right from then on."""
+    """All facts are right and the bytes are wrong: an engine's first hit finds that, and its answers are right from then on."""
     with sidecar.serving(tmp_path) as target:
         carrier = Carrier(foreign, tmp_path, first_life.keeper, target)
         carrier.carry(SPOILED, "engine", "spoil")

@@ -1,7 +1,7 @@
 """One engine computes prompts, another answers: D's tokens are a lone engine's, and D computes a tail.
 
-HANDOVER_SETUP says how: `one` sidecar for both; `two` sidecars of a mesh, each beside its engine on a host of its own; or
-`engine`: one sidecar, and engines that copy for themselves. Those load nothing before all of a prompt is kept.
+HANDOVER_SETUP is `one` sidecar for both; `two` sidecars of a mesh, each beside its engine on a host of its own; or `engine`:
+one sidecar, and engines that copy for themselves. The last ones load nothing before all of a prompt is kept.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ pytestmark = pytest.mark.xdist_group("hosts" if SETUP == "two" else "handover")
 # Steps of P.
 CHUNK = prompts.STEP_TOKENS
 PROMPTS = int(os.environ.get("HANDOVERS", "16"))
-# A frozen sidecar costs a step so much.
+# The delay of a step by a frozen sidecar, at most.
 QUERY_MS = 200
 DRAM = "32MiB"
 LOST = "pillion_handover_lost_total"
-# Shorter than any patience: a pause of a process is no fault of it.
+# Shorter than any wait between the processes: such a pause is no fault.
 PAUSE_S = 0.05
-# How long P keeps a block for its save, at the longest (policy/held.rs). A busy machine may make a pause as long.
+# The longest time that P keeps a block for its save (policy/held.rs). A busy machine may pause a process as long.
 HELD_S = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where an engine runs: beside which sidecar, and what goes before its command there."""
+    """The sidecar and the host of an engine: `prefix` are the words before its command there."""
 
     keeper: sidecar.Sidecar
     prefix: tuple[str, ...] = ()
@@ -77,7 +77,7 @@ SETUPS = {"one": _one_host, "two": _two_hosts, "engine": _one_host}
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """Float32: where D computes a tail and a lone engine all, rounding must not choose another token."""
+    """Engines in float32: where D computes a tail and a lone engine all, rounding must not choose another token."""
     directory = tmp_path_factory.mktemp("handover")
     lone = engine.Options(model.write(directory / "model", model.TINY), dtype="float32", batched_tokens=CHUNK)
     copy: Literal["engine", "sidecar"] = "engine" if SETUP == "engine" else "sidecar"
@@ -99,7 +99,7 @@ def _lengths() -> list[int]:
 
 @pytest.mark.supports("handover")
 def test_p_first(pair: Pair) -> None:
-    """D computes the last token of every prompt: what follows its last whole block is handed over too."""
+    """D computes the last token of every prompt alone: the tail behind the last whole block is handed over too."""
     for length in _lengths():
         tokens = pair.prompt(length)
         transfer = pair.compute(tokens)
@@ -111,7 +111,7 @@ def test_p_first(pair: Pair) -> None:
 
 
 def test_both_at_once(pair: Pair, record_property: Callable[[str, object], None]) -> None:
-    """D asks before P has begun. Where a busy machine was too slow for D's patience, it computes: that is counted."""
+    """D asks before P has begun. If a busy machine made P slower than D waits, D computes: the sidecar counts that."""
     # Milliseconds of each hand-over that the sidecar timed, and the blocks of P's last step, which are copied out and in.
     handed_over, timed = 0, []
     for length in _lengths()[::2]:
@@ -138,7 +138,8 @@ def test_both_at_once(pair: Pair, record_property: Callable[[str, object], None]
 
 
 def test_a_tail_outlives_its_request_at_p(pair: Pair) -> None:
-    """P goes on with other prompts at once, and vLLM would give them the block of the tail first. Its sidecar saves it late."""
+    """P goes on with other prompts at once, and vLLM would reuse the block of the tail first. The sidecar saves the tail
+    late."""
     lost = [keeper.metrics()[LOST] for keeper in pair.keepers]
     several = {pair.number + 1 + at: pair.prompt(CHUNK + 20) for at in range(8)}
     for tokens in several.values():
@@ -162,7 +163,7 @@ def test_a_tail_outlives_its_request_at_p(pair: Pair) -> None:
 
 
 def test_what_p_alone_has_is_handed_over(pair: Pair) -> None:
-    """In a step that is the request's only one: the cache has lost the prefix that P's own memory still holds."""
+    """P computes the request in one step: the sidecar has evicted its prefix, and P's own memory still has it."""
     prefix = pair.prompt(640)
     saved = pair.keeper.metrics()["pillion_saved_blocks_total"]
     pair.p.generate([prefix], max_tokens=1, logprobs=0)
@@ -193,7 +194,7 @@ def test_what_is_handed_over_survives_pressure(pair: Pair) -> None:
 
 
 def test_without_a_producer_d_computes(pair: Pair) -> None:
-    """Nobody computes this prompt."""
+    """No engine computes this prompt."""
     tokens = pair.prompt(300)
     before = pair.exhausted()
     answer = pair.answer(tokens, TO_ANSWER)
@@ -201,7 +202,7 @@ def test_without_a_producer_d_computes(pair: Pair) -> None:
 
 
 def test_a_strict_engine_ends_what_was_not_handed_over(pair: Pair, tmp_path: Path) -> None:
-    """With an error, before it computes any of it; what was handed over it answers."""
+    """The request ends with an error before D computes any of it; D answers prompts that were handed over."""
     extra = {"pillion.strict_tokens": engine.BLOCK_TOKENS}
     options = dataclasses.replace(pair.d.options, failure_policy="fail", extra=extra)
     strict = engine.Engine(options, tmp_path / "strict.log")
@@ -220,7 +221,8 @@ def test_a_strict_engine_ends_what_was_not_handed_over(pair: Pair, tmp_path: Pat
 
 @contextlib.contextmanager
 def _paused(pid: int, after_s: float) -> Iterator[Future[float]]:
-    """The process stands still once for a while, so long after the block has begun: seconds, which are known at its end."""
+    """Freezes the process once for `PAUSE_S`, `after_s` after the block has begun; the future holds the seconds of the
+    freeze."""
 
     def pause() -> float:
         time.sleep(after_s)
@@ -238,8 +240,8 @@ def _paused(pid: int, after_s: float) -> Iterator[Future[float]]:
 @pytest.mark.parametrize("p_first", [True, False])
 @pytest.mark.parametrize("victim", ["p", "sidecar"])
 def test_a_pause_loses_nothing(pair: Pair, victim: str, p_first: bool, record_property: Callable[[str, object], None]) -> None:
-    """A seed draws its moment of the hand-over, and which sidecar of two. Where a busy machine made D's patience too short, D
-    computes. Where it made the pause as long as P keeps a block, anything may be lost but a right token."""
+    """A seed draws the moment within the hand-over, and one of two sidecars. If a busy machine made D's wait too short, D
+    computes. If it made the pause as long as P keeps a block, blocks may be lost, but every token is right."""
     chance = random.Random(f"{victim} {p_first}")
     pids = pair.p.processes()[:1] if victim == "p" else [keeper.pid for keeper in pair.keepers]
     lost, handed_over = [keeper.metrics()[LOST] for keeper in pair.keepers], 0
@@ -270,7 +272,7 @@ def test_a_pause_loses_nothing(pair: Pair, victim: str, p_first: bool, record_pr
 
 @pytest.mark.parametrize("victim", ["p", "sidecar"])
 def test_d_s_requests_end_whoever_is_frozen(pair: Pair, victim: str) -> None:
-    """Rightly, and while it is frozen; afterwards all goes on. Of two sidecars each is frozen in turn."""
+    """D answers rightly during the freeze; afterwards all goes on. Each of two sidecars is frozen in turn."""
     victims = [pair.p.processes()] if victim == "p" else [[keeper.pid] for keeper in pair.keepers]
     for frozen, length in itertools.product(victims, (400, 1200)):
         tokens = pair.prompt(length)
@@ -292,7 +294,7 @@ def test_d_s_requests_end_whoever_is_frozen(pair: Pair, victim: str) -> None:
 
 
 def test_d_s_requests_end_where_p_dies(pair: Pair, tmp_path: Path) -> None:
-    """The last test: P is gone."""
+    """D's requests end with right answers. The last test: P is dead."""
     tokens = pair.prompt(2000)
     pair.ask(pair.d, tokens, OUTPUT_TOKENS, TO_ANSWER)
     pair.ask(pair.p, tokens, 1, TO_COMPUTE)

@@ -1,4 +1,4 @@
-"""Peers that announce blocks and do not give them: a request waits for few of them, then for none."""
+"""Peers that announce blocks and do not give them: few requests wait for them, then none."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAUSED, WAITS = "pillion_mesh_fetches_paused", "pillion_query_waits_total"
 
 @pytest.mark.parametrize("manner", [Manner.SILENT, Manner.SLOW, Manner.LOST])
 def test_many_peers_that_give_nothing_are_not_waited_for(tmp_path: Path, manner: Manner) -> None:
-    """Each of eight fails too rarely for its own breaker. One request tries after each pause, and a pause gets longer."""
+    """Each of eight peers fails too rarely for its own breaker. One request tries after each pause, and pauses get longer."""
     with idle_peers.scene(tmp_path, [manner] * 8) as scene:
         scene.announce(range(REQUESTS))
         for number in range(REQUESTS):
@@ -25,7 +25,7 @@ def test_many_peers_that_give_nothing_are_not_waited_for(tmp_path: Path, manner:
 
 
 def test_liars_do_not_hide_the_peer_that_has_the_blocks(tmp_path: Path) -> None:
-    """Three peers are asked for a block, and eight of nine have none: each of them is asked after the honest one soon."""
+    """Three peers are asked for a block, and eight of nine have none: soon each of the eight is asked after the honest one."""
     with idle_peers.scene(tmp_path, [Manner.LACKS] * 8 + [Manner.GIVES]) as scene:
         scene.announce(range(20))
         kept = [scene.ask(number)[1] for number in range(20)]

@@ -1,6 +1,6 @@
-"""Two pods, each an engine and a sidecar on a host of its own: what one has computed the other is given.
+"""Two pods, each an engine and a sidecar on a host of its own: one pod loads the blocks that the other computed.
 
-And faults between them: a request is answered all the same, with the same tokens, after a bounded time; then the mesh heals.
+During faults between them every request is answered with the same tokens, after a bounded time; then the mesh heals.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from pods import BLOCK_PORT, CONTROL_PORT, OUTPUT_TOKENS, Pod, start_engine, sta
 from testkit import answers, engine, handover, pool_file, prompts, weights
 from testkit.transfer import TO_ANSWER, TO_COMPUTE
 
-# Hosts have names and addresses of the machine's own: one test at a time has any.
+# Hosts have fixed names and addresses: one test at a time has any.
 pytestmark = pytest.mark.xdist_group("hosts")
 
 PROMPT_TOKENS = 700
 HIT = prompts.hit_tokens(PROMPT_TOKENS)
-# Prompts that are asked one after the other until one is answered from the peer again.
+# Prompts asked one after the other, until the peer gives the blocks of one again.
 TRIES_MAX, TRY_EVERY_S = 20, 3.0
 # A evicts nothing: of 10,900 blocks all tests together need 6,000, 22 for each prompt, most of them for eight times TRIES_MAX.
 DRAM = "512MiB"
-# How long a query waits for blocks of a peer that are on their way.
+# The wait of a query for blocks on their way from a peer.
 QUERY_WAIT_S = 2.0
-# A fetch is under way that long after its request was given to the engine.
+# The time from a request to its fetch.
 FETCH_BEGINS_S = 0.5
 # A sidecar shows the mesh's figures ten times a second.
 SHOWN_S = 0.3
 REQUEST_WATCHDOG_S = 60
 PROXY_SEED = 1
-# The longest that there is: so much may pass until another process has got to its prompt.
+# The longest wait that can be set: another process may take so long to start its prompt.
 MISS_WAIT_MS = 2000
-# B waits so long for what nobody has promised. A takes longer for what is asked of it before.
+# B's wait for a prompt without a promise. A takes longer for its requests before.
 PROMISE_WAIT_MS = 50
 BEFORE = 20
-# Requests that wait in vain before the next ones do not.
+# After so many waits without effect, requests wait no more.
 IN_VAIN = 3
-# Prompts of which one is to be computed as soon, or as late, as a test needs it.
+# One of so many prompts is to be computed as soon, or as late, as a test needs.
 PLAYS_MAX = 4
 WAITS, EXHAUSTED = "pillion_mesh_miss_waits_total", "pillion_mesh_miss_waits_exhausted_total"
 BREAKERS = "pillion_mesh_miss_wait_breakers_open"
@@ -56,9 +56,9 @@ Fault = Callable[["Mesh"], contextlib.AbstractContextManager[None]]
 
 @dataclasses.dataclass
 class Mesh:
-    """Two pods that know each other from etcd; `a` computes, `b` asks after it.
+    """Two pods that find each other by etcd; `a` computes prompts, `b` asks for them later.
 
-    `patient` is b's sidecar with another engine, one whose requests wait for a producer; `other` with one of other weights
+    `patient` is b's sidecar with another engine, whose requests wait for a producer; `other` with an engine of other weights
     under the same name.
     """
 
@@ -71,12 +71,12 @@ class Mesh:
     seed: int = 7_000
 
     def new(self, count: int) -> list[list[int]]:
-        """Prompts that nobody has computed."""
+        """Prompts without KV in any engine."""
         self.seed += count
         return [prompts.prompt(PROMPT_TOKENS, seed=self.seed - number) for number in range(count)]
 
     def computed(self, count: int) -> list[list[int]]:
-        """New prompts that A has computed and B knows of."""
+        """New prompts, computed by A and known to B."""
         made = self.new(count)
         kept = self.a.sidecar.metrics()["pillion_blocks"]
         for tokens in made:
@@ -86,13 +86,13 @@ class Mesh:
         return made
 
     def exhausted(self) -> int:
-        """Requests at B that waited in vain."""
+        """The number of B's requests that waited without effect."""
         return self.b.sidecar.metrics()[EXHAUSTED]
 
     @contextlib.contextmanager
     def promised(self, tokens: list[int]) -> Iterator[bool]:
-        """A is to compute the prompt after others; whether B knows of the promise while A has not answered. Ends when A has
-        answered all, and promises nothing."""
+        """A is to compute the prompt after others. Yields whether B knows of the promise while A has not answered. Ends when A
+        has answered all, and promises nothing."""
         for number, other in enumerate(self.new(BEFORE)):
             self.a.engine.ask(number, other, 1)
         self.a.engine.ask(BEFORE, tokens, 1, transfer=TO_COMPUTE)
@@ -110,17 +110,17 @@ class Mesh:
         yield BEFORE not in answered
         while len(answered) <= BEFORE:
             answered.extend(answer["answered"] for answer in self.a.engine.answered(REQUEST_WATCHDOG_S))
-        # What was promised may not be shown yet.
+        # B's metrics may not show the promise yet.
         time.sleep(SHOWN_S)
         self.b.sidecar.wait_for(lambda: promises() == 0, "end of A's promise")
 
     def wait_told(self) -> None:
-        """Until B knows of every block that A keeps."""
+        """Waits until B knows of every block that A keeps."""
         kept = self.a.sidecar.metrics()["pillion_blocks"]
         self.b.sidecar.wait_metric("pillion_mesh_peer_keys", kept)
 
     def healed(self, waiting: list[list[int]]) -> tuple[float, int]:
-        """Seconds until B is given a prompt of A again, and the prompts that took."""
+        """Seconds until B hits a prompt of A again, and the number of prompts until then."""
         began = time.monotonic()
         for asked, tokens in enumerate(waiting, 1):
             before, now = self.b.hits(), time.monotonic()
@@ -159,7 +159,7 @@ def mesh(options: engine.Options, tmp_path_factory: pytest.TempPathFactory) -> I
 
 @pytest.mark.supports("mesh")
 def test_another_pods_prompt(mesh: Mesh, plain: engine.Engine) -> None:
-    """Same tokens as vLLM alone, same logprobs as the computing engine's own cache; and wrong bytes would show."""
+    """Same tokens as vLLM alone, same logprobs as A's own cache; damaged bytes change the answer."""
     [tokens] = mesh.computed(1)
     local = mesh.a.ask(tokens)
     right = plain.generate([tokens], max_tokens=OUTPUT_TOKENS)[0]
@@ -174,7 +174,7 @@ def test_another_pods_prompt(mesh: Mesh, plain: engine.Engine) -> None:
     assert metrics["pillion_mesh_fetched_blocks_total"] == blocks
     assert metrics["pillion_mesh_faults_total"] == 0
     mesh.a.sidecar.wait_metric("pillion_mesh_served_blocks_total", blocks)
-    # The negative control: one wrong K value in every block that was fetched.
+    # The negative control: one wrong K value in every fetched block.
     assert mesh.b.engine.reset_prefix_cache()
     with pool_file.damaged(mesh.b.sidecar.pool) as damaged:
         assert damaged >= blocks
@@ -182,7 +182,7 @@ def test_another_pods_prompt(mesh: Mesh, plain: engine.Engine) -> None:
 
 
 def test_another_pods_prompt_with_other_weights(mesh: Mesh, tmp_path: Path) -> None:
-    """One tensor of a model of the same name: nothing is fetched for it; the pod's own engine is given every block."""
+    """One tensor differs in a model of the same name: that engine fetches nothing; the pod's own engine loads every block."""
     [tokens] = mesh.computed(1)
     changed = dataclasses.replace(mesh.other.engine.options, socket=None, prefix=())
     with engine.running(changed, tmp_path / "plain.log") as alone:
@@ -217,8 +217,8 @@ def test_a_prompt_that_nobody_has(mesh: Mesh) -> None:
 
 
 def test_a_request_waits_for_the_pod_that_computes_its_prompt(mesh: Mesh, plain: engine.Engine) -> None:
-    """Asked before the prompt is computed, it is given every block. Where A was too slow for that, the sidecar says so."""
-    # An engine's first prompt takes it seconds.
+    """B is asked before A computes the prompt, and loads every block. If A was too slow for that, the sidecar counts it."""
+    # An engine's first prompt takes seconds.
     for given in mesh.computed(PLAYS_MAX):
         [tokens] = mesh.new(1)
         right = plain.generate([tokens], max_tokens=OUTPUT_TOKENS)[0]
@@ -232,13 +232,13 @@ def test_a_request_waits_for_the_pod_that_computes_its_prompt(mesh: Mesh, plain:
             assert mesh.b.sidecar.metrics()[EXHAUSTED] == metrics[EXHAUSTED]
             return
         mesh.b.sidecar.wait_for(lambda: mesh.exhausted() == metrics[EXHAUSTED] + 1, "count of a wait in vain")  # noqa: B023
-        # After a block from a peer the next one waits, whatever was in vain before.
+        # After a block from a peer the next request waits, also after waits without effect.
         mesh.patient.ask(given)
-    raise mesh.b.sidecar.failed(f"none of {PLAYS_MAX} prompts was given wholly")
+    raise mesh.b.sidecar.failed(f"none of {PLAYS_MAX} prompts was loaded wholly")
 
 
 def test_who_waits_in_vain_stops_waiting(mesh: Mesh, plain: engine.Engine) -> None:
-    """Until a peer has given a block. Every prompt is answered with the right tokens."""
+    """Requests wait again once a peer has given a block. Every prompt is answered with the right tokens."""
     given, *asked = mesh.computed(1) + mesh.new(IN_VAIN + 2)
     right = [answer["tokens"] for answer in plain.generate(asked, max_tokens=OUTPUT_TOKENS)]
     vain, unawaited, awaited = asked[:IN_VAIN], asked[IN_VAIN], asked[IN_VAIN + 1]
@@ -266,8 +266,8 @@ def test_who_waits_in_vain_stops_waiting(mesh: Mesh, plain: engine.Engine) -> No
 
 
 def test_a_request_waits_for_its_turn_at_the_pod_that_has_promised_it(mesh: Mesh, plain: engine.Engine) -> None:
-    """A begins to compute it long after B would have given it up, were it not promised. B is asked once it knows of that: on a
-    busy machine A's engine may see the request too late for a wait without a promise. What is over is not promised any more."""
+    """A begins to compute the prompt later than B waits without a promise. B is asked once it knows of the promise: on a busy
+    machine A's engine may otherwise see the request too late. After its end the prompt is not promised any more."""
     for tokens in mesh.new(PLAYS_MAX):
         right = plain.generate([tokens], max_tokens=OUTPUT_TOKENS)[0]
         hits, exhausted = mesh.b.hits(), mesh.b.sidecar.metrics()[handover.EXHAUSTED]
@@ -285,7 +285,8 @@ def test_a_request_waits_for_its_turn_at_the_pod_that_has_promised_it(mesh: Mesh
 
 @contextlib.contextmanager
 def owner_killed(mesh: Mesh) -> Iterator[None]:
-    """A freezes, so that B's fetch is under way when it dies. The next one has its pool, and keeps what has a checksum."""
+    """A is frozen, so B's fetch is under way when A is killed. A's next sidecar has its pool, and keeps the blocks with a
+    checksum."""
     dying = mesh.a.sidecar
     dying.wait_summed()
     dying.freeze()
@@ -301,21 +302,21 @@ def owner_killed(mesh: Mesh) -> Iterator[None]:
 
 @contextlib.contextmanager
 def link_down(mesh: Mesh) -> Iterator[None]:
-    """A's only link, for shorter than its lease lives."""
+    """A's only link is down, for a shorter time than its etcd lease."""
     with mesh.a.host.unplugged():
         yield
 
 
 @contextlib.contextmanager
 def pods_apart(mesh: Mesh) -> Iterator[None]:
-    """Both reach etcd, and neither gets an answer of the other."""
+    """Both reach etcd, and neither gets an answer from the other."""
     with mesh.a.host.deaf_to(mesh.b.host.address):
         yield
 
 
 @contextlib.contextmanager
 def fenced(mesh: Mesh) -> Iterator[None]:
-    """A is cut off from etcd until its lease is over: it is no member any more, though B would reach it."""
+    """A is cut off from etcd until its lease ends: it is no member any more, though B would reach it."""
     with mesh.a.host.deaf_to(network.BRIDGE_ADDRESS):
         mesh.b.sidecar.wait_for(lambda: mesh.b.sidecar.metrics()["pillion_mesh_peers"] == 0, "fencing")
         yield
@@ -323,7 +324,7 @@ def fenced(mesh: Mesh) -> Iterator[None]:
 
 @contextlib.contextmanager
 def bad_network(mesh: Mesh, fault: proxy.Fault) -> Iterator[None]:
-    """On B's way to A, for what A tells and for its blocks. B has heard of blocks through it."""
+    """Disturbs B's connections to A, for announcements and for blocks. B gets announcements through it first."""
     a, b = mesh.a.host, mesh.b.host
     between = proxy.Proxy(network.BRIDGE_ADDRESS, a.address, (CONTROL_PORT, BLOCK_PORT), fault, PROXY_SEED)
     with between, b.diverted(a.address, between.ports):
@@ -332,7 +333,7 @@ def bad_network(mesh: Mesh, fault: proxy.Fault) -> Iterator[None]:
         assert between.disturbances[BLOCK_PORT] > 0, "no block was on the way"
 
 
-# What B may be given while they last.
+# Hits that B may have during the fault.
 NOTHING, ANYTHING, ALL = range(1), range(HIT + 1), range(HIT, HIT + 1)
 FAULTS: dict[str, tuple[Fault, range]] = {
     "owner_killed": (owner_killed, NOTHING),
@@ -348,7 +349,7 @@ FAULTS: dict[str, tuple[Fault, range]] = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_costs_a_bounded_time_and_heals(mesh: Mesh, plain: engine.Engine, name: str) -> None:
-    """The prompt that the fault meets is answered with the right tokens; later ones are fetched again."""
+    """The prompt during the fault is answered with the right tokens; later ones are fetched again."""
     fault, expected = FAULTS[name]
     [met, *later] = mesh.computed(1 + TRIES_MAX)
     right = plain.generate([met], max_tokens=OUTPUT_TOKENS)[0]
@@ -359,7 +360,7 @@ def test_a_fault_costs_a_bounded_time_and_heals(mesh: Mesh, plain: engine.Engine
     # After a hit of a part of the prompt, steps have other lengths than those of `plain`.
     assert answers.alike(answer, right)
     was_late = expected == ALL and took >= QUERY_WAIT_S
-    assert given in (ANYTHING if was_late else expected), "the fault met nothing, or too much"
+    assert given in (ANYTHING if was_late else expected), "B's hit during the fault has an unexpected length"
     heal_s, asked = mesh.healed(later)
     wrong = mesh.b.sidecar.sample('pillion_mesh_faults_total{kind="corrupt"}')
     wrong += mesh.b.sidecar.metrics()["pillion_load_failures_total"]
@@ -370,7 +371,7 @@ def test_a_fault_costs_a_bounded_time_and_heals(mesh: Mesh, plain: engine.Engine
 
 
 def test_etcd_away(mesh: Mesh) -> None:
-    """The members of before go on; once it is back, so does the membership."""
+    """The members go on without etcd; once it is back, the membership does, too."""
     tokens, later = mesh.computed(2)
     mesh.etcd.kill()
     before = mesh.b.hits()

@@ -1,4 +1,4 @@
-"""One group of layers that differ: the scheduler role knows of one kind, the ranks of all."""
+"""One group of layers that differ: the scheduler role knows one kind, the ranks all kinds."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ PROMPT = prompts.prompt(700, seed=380)
 
 @pytest.mark.supports("promoted", "heads")
 def test_layers_of_two_kinds_and_head_sizes_in_one_group(tmp_path: Path) -> None:
-    """Without the hybrid manager vLLM shows a scheduler the kind of the first layer alone. A rank sees all, and both serve."""
+    """Without the hybrid manager vLLM shows a scheduler the kind of the first layer alone. A rank sees all kinds, and both
+    serve."""
     directory = tmp_path / "model"
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(GEMMA4))

@@ -1,4 +1,4 @@
-"""Engines that almost share: what keeps them apart is said aloud on both sides, and wrong bytes are never shared."""
+"""Engines that almost share blocks: both sides log the difference between them, and wrong bytes are never shared."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from testkit import engine, model, prompts, sidecar
 PROMPT_TOKENS = 200
 REMEDY = "set PYTHONHASHSEED to the same value on both"
 STAYS_OUT = "PILLION STAYS OUT"
-# A first request waits a while for its engine's ranks to join: on a busy machine now and then too short a one.
+# A first request waits a while for its engine's ranks to join: on a busy machine sometimes not long enough.
 STARTS_MAX = 3
 
 
 def namespaces(keeper: sidecar.Sidecar) -> list[dict[str, Any]]:
-    """What the sidecar lists."""
+    """The sidecar's list of namespaces."""
     return keeper.namespaces()
 
 
 def namespace_lines(log: Path) -> set[str]:
-    """The namespaces that a log names with their facts, each from `namespace` to the line's end."""
+    """The namespaces in a log with their facts, each from `namespace` to the line's end."""
     lines = log.read_text().splitlines()
     return {line[line.index("namespace ") :].strip() for line in lines if "namespace " in line and " none_hash=" in line}
 
 
 def saved(keeper: sidecar.Sidecar, running: engine.Engine) -> dict[str, Any]:
-    """An answer whose prompt the sidecar then keeps."""
+    """An answer to a prompt; the sidecar keeps the prompt's blocks then."""
     before = keeper.metrics()["pillion_saved_blocks_total"]
     answer = running.generate([prompts.prompt(PROMPT_TOKENS, seed=900)])[0]
     keeper.wait_metric("pillion_saved_blocks_total", before + PROMPT_TOKENS // engine.BLOCK_TOKENS)
@@ -35,7 +35,7 @@ def saved(keeper: sidecar.Sidecar, running: engine.Engine) -> dict[str, Any]:
 
 
 def test_another_seed_is_explained_in_both_logs(options: engine.Options, tmp_path: Path) -> None:
-    """Two engines with all but PYTHONHASHSEED alike: no hit, and no silence about it."""
+    """Two engines differ in PYTHONHASHSEED alone: no hit, and both logs explain it."""
     logs = {seed: tmp_path / f"engine-{seed}.log" for seed in ("0", "1")}
     with sidecar.serving(tmp_path) as keeper:
         ours = dataclasses.replace(options, socket=keeper.socket)
@@ -61,7 +61,8 @@ def test_another_seed_is_explained_in_both_logs(options: engine.Options, tmp_pat
 
 
 def test_an_engine_of_other_pages_cannot_claim_the_namespace(options: engine.Options, tmp_path: Path) -> None:
-    """`pillion.namespace`: whoever's pages are others is refused with both descriptors, and serves without the cache."""
+    """An engine with other pages under one `pillion.namespace` is refused with both descriptors, and serves without the
+    cache."""
     with sidecar.serving(tmp_path) as keeper:
         ours = dataclasses.replace(options, socket=keeper.socket)
         with engine.running(ours, tmp_path / "first.log") as first:

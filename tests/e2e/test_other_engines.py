@@ -1,4 +1,4 @@
-"""vLLM and transformers on one KV: each decodes what the other prefilled, token by token as if it had computed all itself."""
+"""vLLM and transformers on one KV: each decodes prompts that the other prefilled, with the tokens of its own prefill."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import pillion.engine
 from testkit import engine, model, ports, prompts, sidecar
 from testkit.decoding import EQUAL_MAX, HITS, KEPT, PROMPTS, TOKENS, Answers, ask, assert_alike, decoded, next_turn
 
-# What vLLM prefills is prefilled once.
+# The prompts are prefilled once by vLLM.
 pytestmark = pytest.mark.xdist_group("other-engines")
 
-# Two kernels' float32 after three layers: 3e-5 was seen, also where transformers computes all itself.
+# Two kernels' float32 after three layers: 3e-5 was seen, also where transformers computes the whole prompt.
 DIFFERENCE_MAX = 1e-4
 # Nothing but the proof protects vLLM: it checks none of its hits.
 UNCHECKED = {"pillion.check_every": 0}
@@ -26,7 +26,7 @@ SPOILS = ["zeroed", "last block", "order"]
 
 @dataclasses.dataclass(frozen=True)
 class Prefilled:
-    """A sidecar with vLLM's KV of prompts and answers; what vLLM answered, then and in the next turn; a peer's arguments."""
+    """A sidecar with vLLM's KV of prompts and answers; vLLM's answers, then and in the next turn; a peer's arguments."""
 
     keeper: sidecar.Sidecar
     options: engine.Options
@@ -37,7 +37,7 @@ class Prefilled:
 
 @pytest.fixture(scope="module")
 def prefilled(options: engine.Options, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prefilled]:
-    """In float32, where engines do not differ by rounding; a member of a mesh of two."""
+    """vLLM in float32, where engines do not differ by rounding; the sidecar is a member of a mesh of two."""
     directory = tmp_path_factory.mktemp("prefilled")
     wide = dataclasses.replace(options, dtype="float32", arguments={"max_logprobs": model.TINY.vocab})
     here, there = (f"127.0.0.1:{ports.free_port()}" for _ in range(2))
@@ -57,7 +57,7 @@ def prefilled(options: engine.Options, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.mark.supports("decoders")
 def test_transformers_decodes_what_vllm_prefilled(prefilled: Prefilled) -> None:
-    """Every block that can be is loaded and every token is right. What is read wrongly gives other tokens."""
+    """Every block of a hit is loaded and every token is right. KV that is read wrongly gives other tokens."""
     keeper = prefilled.keeper
     runs = decoded(
         "transformers_decode", keeper.socket, keeper, prefilled.options.model, prefilled.right, spoils=SPOILS, saves=False
@@ -71,7 +71,7 @@ def test_transformers_decodes_what_vllm_prefilled(prefilled: Prefilled) -> None:
 
 @pytest.mark.supports("decoders")
 def test_vllm_decodes_what_transformers_prefilled(prefilled: Prefilled, tmp_path: Path) -> None:
-    """On another sidecar, which has nothing of vLLM."""
+    """vLLM asks another sidecar, which has no blocks of vLLM."""
     with sidecar.serving(tmp_path) as keeper:
         alone = decoded(
             "transformers_decode",
@@ -90,7 +90,7 @@ def test_vllm_decodes_what_transformers_prefilled(prefilled: Prefilled, tmp_path
 
 
 def test_an_engine_with_one_matrix_5_percent_off_saves_nothing(prefilled: Prefilled, tmp_path: Path) -> None:
-    """All of its facts are right, it prefills every prompt, and vLLM's tokens are right: it found none of that."""
+    """Its facts are all right and it prefills every prompt. vLLM's tokens are right: vLLM found none of its blocks."""
     wide = dataclasses.replace(prefilled.options, extra=UNCHECKED)
     with (
         sidecar.serving(tmp_path) as keeper,
@@ -119,14 +119,14 @@ def _pairs(one: dict[str, list[int]], other: dict[str, list[int]]) -> Iterator[t
 
 
 def _proofs(keeper: sidecar.Sidecar) -> dict[str, str | None]:
-    """What the engines of the one namespace have shown, once the sidecar has looked."""
+    """The proofs of the engines in the one namespace, once the sidecar lists the engine `poison`."""
     keeper.wait_for(lambda: "poison" in keeper.namespaces()[0].get("proofs", {}), "the engine is served")
     [known] = keeper.namespaces()
     return dict(known["proofs"])
 
 
 class Poison(transformers_decode.Decoder):
-    """A prefiller that has the facts, and one of whose matrices is 5 % off."""
+    """A prefiller with the right facts and one matrix 5 % off."""
 
     def __init__(self, socket: Path, directory: Path) -> None:
         super().__init__(socket, directory, name="poison")
@@ -134,7 +134,7 @@ class Poison(transformers_decode.Decoder):
             self.model.model.layers[1].self_attn.v_proj.weight *= 1.05
 
     def prefill(self) -> int:
-        """Computes every prompt, and saves all of it; how many blocks are kept."""
+        """Computes every prompt and saves it; the number of kept blocks."""
         kept = 0
         for prompt in PROMPTS:
             # A request of one token loads nothing.
@@ -144,9 +144,9 @@ class Poison(transformers_decode.Decoder):
 
 
 def test_a_chain_over_two_pods(prefilled: Prefilled, tmp_path: Path) -> None:
-    """vLLM on A prefills, transformers on B decodes from the mesh, and vLLM on B has prompts and answers once A is gone.
+    """vLLM on A prefills, transformers on B decodes from the mesh, and vLLM on B hits prompts and answers once A is gone.
 
-    Where the mesh was too slow for a query, which waits for 2 s, there is one more B.
+    If the mesh was too slow for a query, which waits for 2 s, the test starts one more B.
     """
     for is_last in (False, True):
         with sidecar.serving(tmp_path, more=prefilled.peer) as keeper:
@@ -154,7 +154,7 @@ def test_a_chain_over_two_pods(prefilled: Prefilled, tmp_path: Path) -> None:
             # A peer has figures once it has joined.
             keeper.wait_metric("pillion_mesh_peers", 1)
             keeper.wait_metric("pillion_mesh_peer_keys", kept)
-            # B alone is asked which namespace to join.
+            # The list of B alone names the namespace to join.
             [known] = keeper.namespaces()
             assert (known["engines"], known["memory_blocks"]) == (0, 0)
             assert known["peers"] == [{"peer": "a", "memory_blocks": kept, "disk_blocks": 0}]

@@ -1,4 +1,4 @@
-"""Blocks of an adapter belong to its bytes: overwritten at its path it has others, wherever an engine has it from."""
+"""Blocks of an adapter belong to its bytes: an adapter overwritten at its path has others, on every way to load it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_an_overwritten_adapter_has_kv_of_its_own(options: engine.Options, tmp_p
             tokens, hits = ask(second, PROMPT)
             assert tokens == right[0]
             assert whole(hits), f"without an adapter: {hits} hits"
-            # The rank holds what it has loaded, whatever the file says, until another adapter takes its only place.
+            # The rank computes with its loaded adapter after the file changes, until another adapter takes its only place.
             adapter.overwrite(path, tmp_path / "plain-1")
             assert again(second, PROMPT, lora=adapter.asked(path))[0] == right[2]
             assert again(second, PROMPT, lora=adapter.asked(tmp_path / "plain-2", number=2))[0] == right[2]
@@ -50,7 +50,7 @@ def test_an_overwritten_adapter_has_kv_of_its_own(options: engine.Options, tmp_p
             assert again(second, PROMPT, lora=adapter.asked(path))[0] == right[1]
             second.exit()
         with engine.running(connected, tmp_path / "third.log") as third:
-            # A query waits for the digest of an adapter that the engine has not seen, but not long on a busy machine.
+            # A query waits for the digest of an adapter that is new to the engine, but not long on a busy machine.
             third.nudge(lora=adapter.asked(path))
             tokens, hits = ask(third, PROMPT, lora=adapter.asked(path))
             assert tokens == right[1]

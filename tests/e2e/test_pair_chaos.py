@@ -16,7 +16,7 @@ ROUNDS = 8
 
 
 def test_no_fault_costs_a_wrong_token_or_an_end(tmp_path: Path) -> None:
-    """Only where the engine that answers or the router is struck a client may get an error. Damage would be noticed."""
+    """A client may get an error only while the answering engine or the router is struck. The test would notice damage."""
     shape = model.write(tmp_path / "model", model.TINY)
     tokenizer.write(shape)
     faults = pair.plan(ROUNDS, SEED)
@@ -25,6 +25,6 @@ def test_no_fault_costs_a_wrong_token_or_an_end(tmp_path: Path) -> None:
     print(found.line())
     assert found.wrong_tokens == found.lost == found.failed_unstruck == 0
     assert found.requests > 0 and found.handed_over > 0
-    # The negative control: one wrong K value in every block of some prompts that P had computed.
+    # The negative control: one wrong K value in every block of some prompts computed by P.
     assert found.damage_noticed > 0
     assert found.passed()

@@ -1,4 +1,4 @@
-"""Too few KV blocks, and clients that go away: preemption, resumption, aborts with copies in flight."""
+"""Too few KV blocks, and clients that disconnect: preemption, resumption, aborts with copies in flight."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from testkit import engine, prompts, sidecar
 
-# Three requests of 7 blocks that grow to 10 each, in 24 blocks less vLLM's null block: one must give way.
+# Three requests of 7 blocks that grow to 10 each, in 24 blocks less vLLM's null block: vLLM must preempt one.
 FEW_BLOCKS = 24
 SQUEEZED = [prompts.prompt(200, seed=seed) for seed in (201, 202, 203)]
 SQUEEZED_OUTPUT_TOKENS = 96
@@ -41,7 +41,7 @@ def _right_answers(plain: engine.Engine, asked: list[list[int]], output_tokens: 
 
 @pytest.mark.supports("preemption")
 def test_preempted_and_resumed(squeezed: tuple[engine.Engine, sidecar.Sidecar], plain: engine.Engine) -> None:
-    """A request that was preempted comes back through the cache, and its tokens are right."""
+    """A preempted request is resumed from the cache, and its tokens are right."""
     running, keeper = squeezed
     right = _right_answers(plain, SQUEEZED, SQUEEZED_OUTPUT_TOKENS)
     before = running.metrics()
@@ -49,7 +49,7 @@ def test_preempted_and_resumed(squeezed: tuple[engine.Engine, sidecar.Sidecar], 
     assert [answer["tokens"] for answer in answers] == right
     after = running.metrics()
     assert after["preemptions"] > before["preemptions"]
-    # vLLM leaves requests that were preempted out of its hit counter; ours shows that they came back through the cache.
+    # vLLM's hit counter leaves out preempted requests; Pillion's counter shows their loads from the cache.
     assert after["external_hits"] == before["external_hits"]
     loaded = keeper.metrics()["pillion_loaded_bytes_total"]
     assert loaded > 0
@@ -67,7 +67,7 @@ def test_aborted_with_saves_and_loads_in_flight(squeezed: tuple[engine.Engine, s
         aborted, answered = running.generate(ABORTED, max_tokens=OUTPUT_TOKENS, abort_after_steps={"0": steps})
         assert aborted["aborted"]
         assert answered["tokens"] == right[1]
-    # Every block is free again: a prompt that needs nearly all is answered, and hits when asked again.
+    # Every block is free again: a prompt of nearly all blocks is answered, and hits when asked again.
     right = _right_answers(plain, [NEARLY_ALL], OUTPUT_TOKENS)
     for hit_tokens in (0, prompts.hit_tokens(len(NEARLY_ALL))):
         assert running.reset_prefix_cache()
@@ -82,7 +82,7 @@ def test_aborted_with_saves_and_loads_in_flight(squeezed: tuple[engine.Engine, s
 
 
 def test_shared_prefix_asked_at_once(squeezed: tuple[engine.Engine, sidecar.Sidecar], plain: engine.Engine) -> None:
-    """Two requests that load the same blocks in one step, under pressure."""
+    """Two requests load the same blocks in one step, under pressure."""
     running, _ = squeezed
     shared = prompts.prompt(256, seed=221)
     asked = [[*shared, *prompts.prompt(40, seed=seed)] for seed in (222, 223)]

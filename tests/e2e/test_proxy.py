@@ -21,13 +21,13 @@ def _send(listener: socket.socket) -> None:
     with contextlib.suppress(ConnectionError):
         connection, _ = listener.accept()
         connection.sendall(SENT)
-        # Until the other side has gone.
+        # Waits until the other side has gone.
         connection.recv(1)
 
 
 @contextlib.contextmanager
 def _sent(fault: proxy.Fault) -> Iterator[tuple[socket.socket, Callable[[], int]]]:
-    """Where what is sent arrives, and how often it was disturbed."""
+    """The receiving end of a connection with this fault, and the number of its disturbances."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         sender = threading.Thread(target=_send, args=(listener,))
         sender.start()
@@ -40,7 +40,7 @@ def _sent(fault: proxy.Fault) -> Iterator[tuple[socket.socket, Callable[[], int]
 
 
 def _read(near: socket.socket, count: int) -> bytes:
-    """So many bytes, or what came before the connection ended."""
+    """The next `count` bytes, or fewer if the connection ended."""
     received = b""
     with contextlib.suppress(ConnectionError):
         while len(received) < count and (chunk := near.recv(count - len(received))):
@@ -49,35 +49,35 @@ def _read(near: socket.socket, count: int) -> bytes:
 
 
 def _received(fault: proxy.Fault) -> tuple[bytes, int]:
-    """What arrives, and how often it was disturbed."""
+    """The bytes that arrived, and the number of disturbances."""
     with _sent(fault) as (near, disturbances):
         return _read(near, len(SENT)), disturbances()
 
 
 @pytest.mark.parametrize("fault", [proxy.delay, proxy.loss, proxy.slow], ids=lambda fault: fault.__name__)
 def test_late_bytes_arrive(fault: proxy.Fault) -> None:
-    """All of them, in order, and not at once."""
+    """The bytes arrive whole, in order, and not at once."""
     received, disturbances = _received(fault)
     assert received == SENT
     assert disturbances > 0
 
 
 def test_a_cut_connection_ends_within_its_bytes() -> None:
-    """What came before is right."""
+    """The bytes before the cut are right."""
     received, disturbances = _received(proxy.cut)
     assert len(received) < len(SENT) and SENT.startswith(received)
     assert disturbances == 1
 
 
 def test_a_dam_holds_back_what_follows_until_it_is_opened() -> None:
-    """Only that, and nothing is lost."""
+    """The dam holds back nothing else, and nothing is lost."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         sender = threading.Thread(target=_send, args=(listener,))
         sender.start()
         port = listener.getsockname()[1]
         between = dam.Dam("127.0.0.1", "127.0.0.1", port, proxy.APART_BYTES)
         with between, socket.create_connection(("127.0.0.1", between.ports[port])) as near:
-            # It holds whole pieces.
+            # The dam holds back whole pieces.
             received = _read(near, proxy.APART_BYTES - dam.CARRIED_BYTES)
             wait_for(lambda: between.holds, "end of what comes through")
             near.setblocking(False)

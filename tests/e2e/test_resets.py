@@ -1,6 +1,6 @@
-"""Weights that change under a running engine: what was kept with the old ones is no hit with the new ones, nor the other way.
+"""Weights that change under a running engine: blocks of the old weights are no hit with the new ones, and the reverse.
 
-Equal weights are one namespace, however an engine came by them.
+Equal weights are one namespace, in whichever way an engine got them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FIRST, SECOND, THIRD = (asking.prompt(seed) for seed in (300, 301, 302))
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """A model, and what vLLM alone answers with it to each prompt."""
+    """A model, and the answers of vLLM alone to each prompt."""
 
     model: Path
     right: list[list[int]]
@@ -30,20 +30,20 @@ class Weights:
 
 @pytest.fixture(scope="module")
 def connected(options: engine.Options) -> engine.Options:
-    """An engine whose weights are told apart by its live sample alone."""
+    """An engine whose namespace differs by its live sample alone."""
     return dataclasses.replace(options, batched_tokens=prompts.STEP_TOKENS, extra={"pillion.model_id": "tiny"} | CHECKING)
 
 
 @pytest.fixture(scope="module")
 def old(connected: engine.Options, plain: engine.Engine) -> Weights:
-    """The weights that engines start with."""
+    """The weights at an engine's start."""
     assert plain.reset_prefix_cache()
     return Weights(connected.model, [ask(plain, asked)[0] for asked in (FIRST, SECOND, THIRD)])
 
 
 @pytest.fixture(scope="module")
 def new(connected: engine.Options, old: Weights, tmp_path_factory: pytest.TempPathFactory) -> Weights:
-    """The weights that they change to: other norms."""
+    """The weights after the change: other norms."""
     directory = tmp_path_factory.mktemp("new")
     changed = weights.changed(connected.model, directory / "model", weights.norms)
     log = directory / "plain.log"
@@ -54,7 +54,7 @@ def new(connected: engine.Options, old: Weights, tmp_path_factory: pytest.TempPa
 
 @pytest.fixture
 def keeper(tmp_path: Path) -> Iterator[sidecar.Sidecar]:
-    """A sidecar of the test's own."""
+    """A sidecar for this test alone."""
     with sidecar.serving(tmp_path) as keeper:
         yield keeper
 
@@ -63,7 +63,8 @@ def keeper(tmp_path: Path) -> Iterator[sidecar.Sidecar]:
 def test_a_reset_after_a_change_in_place(
     connected: engine.Options, old: Weights, new: Weights, keeper: sidecar.Sidecar, tmp_path: Path
 ) -> None:
-    """As an RL trainer in the engine's process does: other weights, then vLLM's reset. Changed back, the old blocks are hit."""
+    """As an RL trainer in the engine's process does: other weights, then vLLM's reset. With the old weights again, the old
+    blocks hit."""
     trained = dataclasses.replace(connected, socket=keeper.socket)
     with engine.running(trained, tmp_path / "trained.log") as running:
         assert keep(keeper, running, FIRST)[0] == old.right[0]
@@ -86,7 +87,7 @@ def test_a_reset_after_a_change_in_place(
         assert tokens == old.right[0]
         assert whole(hits), f"the blocks of the old weights: {hits} hits"
         running.exit()
-    # Whoever has the old weights has none of the blocks of the new ones; whoever has loaded the new ones has them all.
+    # An engine with the old weights hits no block of the new ones; an engine with the new weights hits them all.
     with engine.running(trained, tmp_path / "old.log") as running:
         assert ask(running, SECOND) == (old.right[1], 0)
         tokens, hits = ask(running, FIRST)
@@ -104,7 +105,7 @@ def test_a_reset_after_a_change_in_place(
 def test_reloaded_weights_without_a_reset(
     connected: engine.Options, old: Weights, new: Weights, keeper: sidecar.Sidecar, tmp_path: Path
 ) -> None:
-    """vLLM resets nothing when its weights are reloaded: prompts that this engine has not seen are right all the same."""
+    """vLLM resets nothing when its weights are reloaded: prompts that are new to this engine are still answered rightly."""
     reloaded = dataclasses.replace(connected, socket=keeper.socket)
     with engine.running(reloaded, tmp_path / "keeps.log") as running:
         for asked, right in zip((FIRST, SECOND, THIRD), old.right, strict=True):
@@ -114,7 +115,7 @@ def test_reloaded_weights_without_a_reset(
         tokens, hits = ask(running, FIRST)
         assert tokens == old.right[0]
         assert whole(hits)
-        # Neither before the rank has said what it computes with now.
+        # The prompt hits neither before the rank has sent the sample of its present weights.
         running.rpc("reload_weights", until_served=False, weights_path=str(new.model))
         assert ask(running, SECOND) == (new.right[1], 0)
         running.rpc("reload_weights", weights_path=str(old.model))

@@ -56,7 +56,7 @@ MODES = [
 
 @dataclasses.dataclass
 class Restarted:
-    """A sidecar, the engine started after the first one was killed, and what the first one answered."""
+    """A sidecar, the engine started after the first one was killed, and the answers of the first one."""
 
     directory: Path
     mode: Mode
@@ -70,7 +70,7 @@ class Restarted:
 
     @contextlib.contextmanager
     def moves(self, hit_tokens: int) -> Iterator[None]:
-        """What runs inside takes exactly so many tokens from the sidecar, and their bytes."""
+        """The block takes exactly so many tokens from the sidecar, and their bytes."""
         hits, loaded = self._moved()
         yield
         expected = hit_tokens // engine.BLOCK_TOKENS * prompts.BLOCK_BYTES
@@ -85,7 +85,7 @@ class Restarted:
         return self.engine.metrics()["external_hits"], loaded
 
     def forget_locally(self) -> None:
-        """Empty the engine's own prefix cache, so that only the sidecar can hit."""
+        """Empties the engine's own prefix cache, so only the sidecar can hit."""
         assert self.engine.reset_prefix_cache()
 
     def ask(self, tokens: list[int]) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def _connected(options: engine.Options, mode: Mode, socket: Path) -> engine.Opti
 
 
 def _first_life(options: engine.Options, keeper: sidecar.Sidecar, log: Path) -> dict[str, Any]:
-    """Run the first engine until everything is saved, and kill it."""
+    """Runs the first engine until all blocks are saved, and kills it; its answers."""
     with engine.running(options, log) as first:
 
         def ask(tokens: list[int]) -> dict[str, Any]:
@@ -165,7 +165,7 @@ class TestRestart:
         assert warm["logprobs"] == restarted.local["logprobs"]
 
     def test_local_hit_and_external_remainder(self, restarted: Restarted) -> None:
-        """What the engine has is not loaded again; the rest is."""
+        """Blocks in the engine's own cache are not loaded again; the rest is."""
         restarted.forget_locally()
         restarted.ask(LOCAL_PART)
         with restarted.moves(prompts.hit_tokens(len(LONG)) - len(LOCAL_PART)):
@@ -197,7 +197,7 @@ class TestRestart:
         assert mended["logprobs"] == restarted.local["logprobs"]
 
     def test_reset_cache(self, restarted: Restarted) -> None:
-        """The weights are the same after a reset of everything, and so what was kept before it is found."""
+        """After a reset of everything the weights are the same, so blocks kept before it are found."""
         assert restarted.engine.reset_prefix_cache(reset_connector=True)
         with restarted.moves(prompts.hit_tokens(len(SINGLE))):
             warm = restarted.ask(SINGLE)

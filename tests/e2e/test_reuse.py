@@ -15,7 +15,7 @@ OUTPUT_TOKENS = 24
 # The last turn needs 14 blocks of every conversation: three fit at a time, and none stays until its next turn.
 FEW_BLOCKS = 48
 LOST_PERCENT_MAX = 5
-# A sidecar that has no core for a while loses more: one of so many plays is to lose as little as that.
+# A sidecar without a core for a while loses more: one of so many plays is to lose as few.
 PLAYS_MAX = 3
 
 
@@ -30,7 +30,8 @@ def test_few_saves_are_lost(options: engine.Options, plain: engine.Engine, tmp_p
 
 
 def _lost_percent(options: engine.Options, plain: engine.Engine, directory: Path, seed: int) -> float:
-    """How many saves of conversations of this seed are lost to reuse. Every answer is right, and some tokens hit."""
+    """The percentage of saves of conversations of this seed that are lost to reuse. Every answer is right, and some tokens
+    hit."""
     assert plain.reset_prefix_cache()
     talks = [prompts.prompt(OPENING_TOKENS, seed=seed + 400 + number) for number in range(CONVERSATIONS)]
     with sidecar.serving(directory) as keeper:

@@ -1,4 +1,4 @@
-"""More KV than memory holds: what it gave up comes back from a disk, also to a sidecar that starts after a kill."""
+"""More KV than memory holds: evicted blocks come back from a disk, also to a sidecar that starts after a kill."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def _ask(running: engine.Engine, tokens: list[int]) -> dict[str, Any]:
 
 
 def _pass(keeper: sidecar.Sidecar, running: engine.Engine, local: list[dict[str, Any]]) -> bool:
-    """Ask all again, with nothing in the engine's own cache: every block comes from outside, and none is another.
+    """Asks all prompts again, with an empty engine cache: every block comes from outside, and each is the right one.
 
-    Where the disk was too slow for a query, all are asked once more. Whether the first time was the last.
+    If the disk was too slow for a query, all are asked once more. Returns true if the first time was the last.
     """
     was_in_time, answers, hits = _asked(keeper, running)
     if not was_in_time:
@@ -40,7 +40,7 @@ def _pass(keeper: sidecar.Sidecar, running: engine.Engine, local: list[dict[str,
 
 
 def _asked(keeper: sidecar.Sidecar, running: engine.Engine) -> tuple[bool, list[dict[str, Any]], int]:
-    """Whether the disk was in time for every query, the answers, and how many tokens came from outside."""
+    """True if the disk was in time for every query, the answers, and the number of tokens from outside."""
     assert running.reset_prefix_cache()
     before, too_slow = running.metrics()["external_hits"], _too_slow(keeper)
     answers = [_ask(running, tokens) for tokens in PROMPTS]
@@ -78,7 +78,7 @@ def test_what_memory_gave_up_comes_back(options: engine.Options, plain: engine.E
                 assert _ask(running, tokens)["tokens"] == expected
                 local.append(_ask(running, tokens))
                 assert local[-1]["tokens"] == expected
-                # A slow disk would lack what memory gives up for the next prompts.
+                # A slow disk would otherwise lack the blocks that memory evicts for the next prompts.
                 stored += prompts.stored_blocks(len(tokens), OUTPUT_TOKENS)
                 first.wait_metric("pillion_ssd_written_blocks_total", stored)
             assert first.metrics()["pillion_blocks"] < STORED * 2 // 3, "memory holds them all: this shows nothing"
@@ -98,10 +98,10 @@ def test_what_memory_gave_up_comes_back(options: engine.Options, plain: engine.E
             second.wait_metric("pillion_sessions", 2)
             running.wait_served()
             if _pass(second, running, local):
-                # Nothing but the block that each answer ends in was computed again.
+                # Only the block at each answer's end was computed again.
                 assert second.metrics()["pillion_saved_blocks_total"] <= len(PROMPTS)
 
-            # The negative control: one wrong K value in every block that came back shows in the answer.
+            # The negative control: one wrong K value in every block from the disk changes the answer.
             assert running.reset_prefix_cache()
             with pool_file.damaged(second.pool) as blocks:
                 assert blocks >= prompts.stored_blocks(len(PROMPTS[-1]), 0)

@@ -55,12 +55,12 @@ def test_a_shared_prompt_is_served_from_its_third_request_on(options: engine.Opt
             running.exit()
 
 
-# Each of all prompts.
+# Each round asks all prompts.
 FAILED_ROUNDS = 10
 
 
 def test_loads_of_states_that_fail(options: engine.Options, model: Path, tmp_path: Path) -> None:
-    """Slots go bad between the answer and the load, of some groups or all: the engine lives, and computes the prompts."""
+    """Slots of some groups or all go bad between the answer and the load: the engine lives, and computes the prompts."""
     with sidecar.serving(tmp_path) as keeper:
         connected = dataclasses.replace(options, model=model, socket=keeper.socket)
         with engine.running(connected, tmp_path / "engine.log") as running:

@@ -1,4 +1,4 @@
-"""Other weights under one name are always seen, also by a sidecar that has never met the first ones alive."""
+"""Other weights under one name are always noticed, also by a sidecar that never met an engine with the first ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ BLOCKS = prompts.stored_blocks(len(PROMPT), 0)
 
 
 def test_other_weights_over_restarts(options: engine.Options, tmp_path: Path) -> None:
-    """A sidecar over the pool file of a killed one, then one over its disk alone: one tensor, and an ulp of every element."""
+    """One sidecar has the pool file of a killed one, another its disk alone. The weights differ in one tensor, and in an ulp of
+    every element."""
     right = {}
     extra = {"pillion.model_id": "tiny"} | CHECKING
     named = dataclasses.replace(options, batched_tokens=prompts.STEP_TOKENS, extra=extra)

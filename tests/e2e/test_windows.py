@@ -1,6 +1,6 @@
-"""Models with sliding windows: what an engine loads of their KV is right.
+"""Models with sliding windows: an engine loads the right KV of their groups.
 
-Answers are compared with those that an engine computed, logprobs bit for bit with those upon a local hit of the same length.
+Answers are compared with computed ones, logprobs bit for bit with those upon a local hit of the same length.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 
 from testkit import adapter, asking, engine, model, pool_file, prompts, random_model, sidecar, windows
 
-# Blocks that are full after the answers, and those of hits that the next token reads.
+# Blocks that are full after the answers, and blocks of windows in the hits.
 STORED = sum(prompts.stored_blocks(len(tokens), windows.OUTPUT_TOKENS) for tokens in windows.PROMPTS)
 IN_WINDOWS = 1 + 2 + 2
 
@@ -21,7 +21,7 @@ IN_WINDOWS = 1 + 2 + 2
 def _compute(
     running: engine.Engine, keeper: sidecar.Sidecar, hits: list[int] = windows.HITS, saved: int | None = None
 ) -> windows.Answers:
-    """As [windows.compute][]; here an engine that found its KV answers as one that computed it."""
+    """As [windows.compute][]; here a hit's answer also equals the computed one."""
     answers = windows.compute(running, keeper, hits, saved)
     assert windows.all_of(answers.local, "tokens") == windows.all_of(answers.cold, "tokens")
     return answers
@@ -74,7 +74,7 @@ def test_windows_in_larger_blocks(options: engine.Options, tmp_path: Path) -> No
 
 @pytest.mark.supports("adapters", "windows")
 def test_each_adapter_has_kv_of_its_own(options: engine.Options, tmp_path: Path) -> None:
-    """In all groups alike: a restarted engine finds the prompt of each adapter, and the one without any."""
+    """A restarted engine finds the prompt of each adapter in all groups, and the one without any."""
     shape, prompt = model.TINY_WINDOWS, windows.PROMPTS[-1]
     written = [adapter.write(tmp_path / f"adapter-{seed}", seed, shape) for seed in (1, 2)]
     adapters = [{}, *({"lora": adapter.asked(path, number)} for number, path in enumerate(written, 1))]
@@ -96,15 +96,15 @@ def test_each_adapter_has_kv_of_its_own(options: engine.Options, tmp_path: Path)
             second.exit()
 
 
-# Each of all prompts.
+# Each round asks all prompts.
 FAILED_ROUNDS = 10
 
 
 @pytest.mark.supports("windows", "ranks")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_loads_of_groups_that_fail(options: engine.Options, tmp_path: Path, ranks: int) -> None:
-    """Slots go bad between the answer and the load, of some groups or all: the engine lives, and computes the prompts. Of two
-    ranks both copy, each its own part."""
+    """Slots of some groups or all go bad between the answer and the load: the engine lives, and computes the prompts. Each of
+    two ranks copies its own part."""
     shape = model.write(tmp_path / "model", model.TINY_WINDOWS)
     with sidecar.serving(tmp_path) as keeper:
         connected = dataclasses.replace(
@@ -129,7 +129,7 @@ def test_loads_of_groups_that_fail(options: engine.Options, tmp_path: Path, rank
 
 
 def test_loads_that_one_rank_lacks_of_one_group(options: engine.Options, tmp_path: Path) -> None:
-    """Of each rank and each group in turn; the other rank, and the other groups, load all of theirs."""
+    """Each rank lacks blocks of each group in turn; the other rank, and the other groups, load all of theirs."""
     shape = model.write(tmp_path / "model", model.TINY_WINDOWS)
     spoiled, ranks, groups = tmp_path / "spoiled", 2, 3
     spoiled.mkdir()
@@ -163,7 +163,7 @@ def test_loads_that_one_rank_lacks_of_one_group(options: engine.Options, tmp_pat
 
 @pytest.mark.supports("all-windows")
 def test_windows_in_all_layers(options: engine.Options, tmp_path: Path) -> None:
-    """vLLM frees the blocks before a window, and those of a hit are not loaded."""
+    """vLLM frees the blocks before a window; a hit does not load them."""
     shape = model.write(tmp_path / "model", model.TINY_ALL_WINDOWS)
     with sidecar.serving(tmp_path) as keeper:
         connected = dataclasses.replace(options, model=shape, socket=keeper.socket)

@@ -1,4 +1,4 @@
-"""vLLM, transformers, candle and C on one sidecar at once, beside an engine that saves more than its memory holds."""
+"""vLLM, transformers, candle and C on one sidecar at once, beside an engine that saves more than the sidecar's memory holds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FLOOD_BLOCKS = 16
 
 
 class Flood:
-    """An engine of another model, which saves prompts without an end."""
+    """An engine of another model, which saves prompts in an endless loop."""
 
     def __init__(self, socket: Path) -> None:
         self._space = namespaces.new(layers=4, heads=4, tokens=128, dim=64, facts={"weights": "others"})
@@ -36,7 +36,7 @@ class Flood:
         self._ends = threading.Event()
 
     def run(self) -> None:
-        """Until `end`."""
+        """Saves prompts until `end`."""
         tokens = FLOOD_BLOCKS * self._space.tokens
         kv = numpy.ones((4, 4, tokens, 64), numpy.float32)
         with Engine(self._socket, "flood", self._space, FLOOD_BLOCKS, check_every=0) as flood:
@@ -47,7 +47,7 @@ class Flood:
                 self.saved += 1
 
     def end(self) -> None:
-        """No prompt follows the current one."""
+        """Ends the loop after the current prompt."""
         self._ends.set()
 
 
@@ -58,7 +58,7 @@ def _kept_bytes(keeper: sidecar.Sidecar, namespace: str) -> dict[bytes, bytes]:
 
 
 def _copied_by_c(foreign: ForeignEngine, directory: Path, keeper: sidecar.Sidecar, target: sidecar.Sidecar) -> int:
-    """C loads the longest prompt, and saves it to another sidecar: how many of its blocks have vLLM's bytes."""
+    """C loads the longest prompt, and saves it to another sidecar; the number of its blocks with vLLM's bytes."""
     known = next(known for known in keeper.namespaces() if known["facts"]["weights"] != "others")
     facts, prompt, dump = (directory / name for name in ("facts", "tokens", "dump"))
     facts.write_text("".join(f"{name}={value}\n" for name, value in known["facts"].items()))

@@ -97,7 +97,7 @@ def test_vllm_decodes_what_candle_prefilled(prefilled: Prefilled, candle: Path, 
 
 
 def test_after_a_restart_of_sidecar_and_engines(prefilled: Prefilled, candle: Path, tmp_path: Path) -> None:
-    """The next vLLM has answered a prompt of its own: it alone tells the next sidecar of the pool its facts.
+    """The next vLLM has answered a prompt of its own: it alone states the facts to the next sidecar of the pool.
 
     This is the last test here: it kills the sidecar of the others.
     """

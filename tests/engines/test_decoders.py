@@ -1,4 +1,4 @@
-"""Decoders with transformers, without vLLM: two models on one sidecar, and a sidecar that is started anew while one decodes."""
+"""Decoders with transformers, without vLLM: two models on one sidecar, and a restart of the sidecar while one decodes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ pytestmark = pytest.mark.xdist_group("decoders")
 
 TOKENS, NEW = 32, 24
 PROMPT = prompts.prompt(330, seed=1700)
-# As many as a prompt can have as a hit.
+# The longest hit of a prompt.
 BLOCKS = prompts.hit_tokens(len(PROMPT)) // TOKENS
 
 
 def founded(socket: Path, directory: Path) -> Engine:
-    """An engine by which the sidecar knows the namespace of a model."""
+    """An engine whose start gives the sidecar a model's namespace."""
     weights = _shim.weight_files(directory)
     assert weights is not None
     known = namespaces.new(
@@ -39,7 +39,7 @@ def founded(socket: Path, directory: Path) -> Engine:
 
 
 def counted(decoder: Any) -> list[int]:
-    """How many blocks each load of a decoder gives from here on."""
+    """A list for the number of blocks of each load of a decoder from here on."""
     loads: list[int] = []
     load: Callable[[list[int]], Request] = decoder.kv.load
 
@@ -57,7 +57,7 @@ def test_two_models_on_one_sidecar(tmp_path: Path) -> None:
     models = [model.write(tmp_path / f"m{seed}", dataclasses.replace(model.TINY, seed=seed)) for seed in (1, 2)]
     with sidecar.serving(tmp_path) as keeper:
         founders = [founded(keeper.socket, directory) for directory in models]
-        # Whoever joins beside them would have to show what it computes.
+        # Beside them, another engine would have to prove its KV.
         for founder in founders:
             founder.close()
         decoders = [
@@ -73,7 +73,7 @@ def test_two_models_on_one_sidecar(tmp_path: Path) -> None:
 
 
 def test_a_sidecar_started_anew_while_a_decoder_answers(tmp_path: Path) -> None:
-    """The answer that is under way is right, and so are those without a sidecar; blocks are kept again later."""
+    """The answer under way is right, and so are answers without a sidecar; blocks are kept again later."""
     directory = model.write(tmp_path / "m", model.TINY)
     with sidecar.serving(tmp_path) as keeper:
         founder = founded(keeper.socket, directory)

@@ -1,4 +1,4 @@
-"""Hand-overs between engines of two ranks, and what becomes of one between engines of different sizes."""
+"""Hand-overs between engines of two ranks, and a request between engines of different sizes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ALONE = "pillion_handover_without_producer_total"
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Pair, Pair]]:
-    """An engine of two ranks that computes, one of two that answers, and one of a single rank that would."""
+    """The pairs of one prefill engine of two ranks with two others: a decode engine of two ranks, and one of a single rank."""
     directory = tmp_path_factory.mktemp("ranks")
     shape = model.write(directory / "model", model.TINY)
     with contextlib.ExitStack() as stack:
@@ -40,8 +40,8 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Pair, Pa
 @pytest.mark.supports("handover", "ranks")
 @pytest.mark.parametrize("at_once", [False, True])
 def test_every_rank_hands_its_part_over(engines: tuple[Pair, Pair], at_once: bool) -> None:
-    """D computes no more than a tail, and answers as the engine does that computed. Where a busy machine is too slow for D's
-    patience, it computes."""
+    """D computes no more than a tail, and answers as P does. If a busy machine makes P slower than D waits, D computes the
+    prompt."""
     pair, _ = engines
     handed_over = 0
     for length in (100, 700, 1900):
@@ -58,7 +58,7 @@ def test_every_rank_hands_its_part_over(engines: tuple[Pair, Pair], at_once: boo
 
 
 def test_an_engine_of_another_size_does_not_wait(engines: tuple[Pair, Pair], tmp_path: Path) -> None:
-    """An engine of one rank has no use for blocks of two, and `pillion doctor` names the fact that differs."""
+    """An engine of one rank cannot use blocks of two, and `pillion doctor` names the fact that differs."""
     _, pair = engines
     before = pair.keeper.metrics()
     tokens = pair.prompt(700)

@@ -1,4 +1,5 @@
-"""vLLM and llama.cpp on one KV, in float32: each decodes what the other prefilled, token by token as if it had computed all."""
+"""vLLM and llama.cpp on one KV, in float32: each decodes prompts that the other prefilled, with the tokens of its own
+prefill."""
 
 from __future__ import annotations
 
@@ -11,10 +12,10 @@ import pytest
 from testkit import decoding, engine, gguf_file, model, sidecar
 from testkit.decoding import EQUAL_MAX, HITS, PROMPTS, TOKENS, Prefilled, ask, assert_alike, decoded
 
-# What vLLM prefills is prefilled once.
+# The prompts are prefilled once by vLLM.
 pytestmark = pytest.mark.xdist_group("llama.cpp")
 
-# Of log probabilities, where both compute in float32.
+# The largest difference of log probabilities, where both compute in float32.
 DIFFERENCE_MAX = 5e-3
 SPOILS = ["zeroed", "last block"]
 
@@ -31,7 +32,7 @@ def prefilled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prefilled]:
 
 @pytest.mark.supports("decoders")
 def test_llama_cpp_decodes_what_vllm_prefilled(prefilled: Prefilled) -> None:
-    """Every block that can be is loaded and every token is right; with other KV few are."""
+    """Every block of a hit is loaded and every token is right; with other KV few are."""
     keeper, weights = prefilled.keeper, prefilled.options.model
     runs = decoded("llama_cpp_decode", keeper.socket, keeper, weights, prefilled.right, spoils=SPOILS, saves=False)
     print({how: (run["equal"], run["difference"]) for how, run in runs.items()})
@@ -42,7 +43,7 @@ def test_llama_cpp_decodes_what_vllm_prefilled(prefilled: Prefilled) -> None:
 
 @pytest.mark.supports("decoders")
 def test_vllm_decodes_what_llama_cpp_prefilled(prefilled: Prefilled, tmp_path: Path) -> None:
-    """On another sidecar, which has nothing of vLLM."""
+    """vLLM asks another sidecar, which has no blocks of vLLM."""
     weights = prefilled.options.model
     with sidecar.serving(tmp_path) as keeper:
         alone = decoded("llama_cpp_decode", keeper.socket, prefilled.keeper, weights, prefilled.right, spoils=[], saves=True)

@@ -27,12 +27,12 @@ pytestmark = pytest.mark.xdist_group("route")
 STREAMS = 52
 OUTPUT_TOKENS = 12
 BLOCK_TOKENS = 128
-# Tokens that an engine had from its connector.
+# The id and the time of an answer, which differ from stream to stream.
 IDS = re.compile(r'"id":"[^"]*","object":"text_completion","created":\d+,')
 TEXT = re.compile(r'"text":"((?:[^"\\]|\\.)*)"')
 FIRST_TOKENS = "pillion_route_first_tokens_total"
 HELD = ("vllm:num_requests_running", "vllm:num_requests_waiting")
-# Tokens of an answer that nobody waits for.
+# Tokens of an answer that no test waits for.
 LONG_ANSWER = 1000
 GENERATED = "vllm:generation_tokens_total"
 FOUND = "vllm:external_prefix_cache_hits_total"
@@ -40,22 +40,22 @@ FOUND = "vllm:external_prefix_cache_hits_total"
 
 @dataclass
 class Stream:
-    """A stream of events, but for what may differ from time to time: how many tokens come in one, ids and times."""
+    """A stream of events, without the parts that differ from time to time: the number of tokens in an event, ids and times."""
 
     texts: list[str]
-    # The forms of all events but the last, and of what ends the stream: their bytes without texts.
+    # The forms of all events but the last, and of the stream's end: their bytes without texts.
     forms: set[str]
     end: list[str]
 
     @classmethod
     def of(cls, raw: str) -> Stream:
-        """That of an answer's bytes."""
+        """The stream in an answer's bytes."""
         forms = [TEXT.sub('"text":', IDS.sub("", event)) for event in raw.split("\n\n")]
-        # The last event with a text, the word that all is said, and nothing.
+        # The last event with a text, the end marker, and an empty part.
         return cls([json.loads(f'"{text}"') for text in TEXT.findall(raw)], set(forms[:-3]), forms[-3:])
 
     def is_like(self, other: Stream) -> bool:
-        """Whether a client cannot tell them apart. A busy machine may send all tokens in the last event."""
+        """True if a client cannot tell them apart. A busy machine may send all tokens in the last event."""
         forms = self.forms | other.forms
         return ("".join(self.texts), self.end) == ("".join(other.texts), other.end) and len(forms) <= 1
 
@@ -133,7 +133,7 @@ class Servers:
     computes_url: str
     answers_url: str
     route_url: str
-    # That of a router which passes first tokens on.
+    # The address of a router that passes first tokens on.
     first_token_url: str
     answers: Server
     model: Path
@@ -151,14 +151,14 @@ class Servers:
         return cast(http.client.HTTPResponse, urllib.request.urlopen(request, timeout=120))
 
     def ask(self, url: str, tokens: list[int]) -> list[int]:
-        """The tokens of a stream; how many come in one event differs from time to time."""
+        """The tokens of a stream; their number in one event differs from time to time."""
         with self.open(url, tokens, return_token_ids=True) as answer:
             lines = answer.read().decode().split("\n")
         events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
         return [token for event in events for choice in event["choices"] for token in choice["token_ids"] or ()]
 
     def stream(self, url: str, prompt: Prompt) -> Stream:
-        """All of a stream."""
+        """A whole stream."""
         with self.open(url, prompt) as answer:
             return Stream.of(answer.read().decode())
 
@@ -181,7 +181,7 @@ class Servers:
             return Answered.of(answer.read().decode())
 
     def found(self) -> float:
-        """Tokens that the engine that answers loaded."""
+        """Tokens loaded by the decode engine."""
         return metrics.totals(fetch(f"{self.answers_url}/metrics") or "").get(FOUND, 0)
 
     def total(self, *names: str) -> int:
@@ -213,12 +213,12 @@ def _engine(shape: Path, socket: Path, log: Path) -> Iterator[tuple[Server, str]
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    """One start for all tests of this module; the last one ends the engine that computes."""
+    """One start for all tests of this module; the last test kills the prefill engine."""
     folder = tmp_path_factory.mktemp("route")
     shape = model.write(folder / "model", model.TINY)
     tokenizer.write(shape)
     with contextlib.ExitStack() as stack:
-        # Room for all prompts at once: half of it may be kept for an engine that has not loaded it.
+        # Room for all prompts at once: half of it may be kept for an engine that has not loaded its blocks yet.
         keeper = stack.enter_context(sidecar.serving(folder, dram="512MiB"))
         first, computes = stack.enter_context(_engine(shape, keeper.socket, folder / "computes.log"))
         second, answers = stack.enter_context(_engine(shape, keeper.socket, folder / "answers.log"))
@@ -239,14 +239,14 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 
 @pytest.mark.supports("handover")
 def test_streams_are_those_of_one_server(servers: Servers) -> None:
-    """Most prompts are long enough for two engines. What is right the first engine says by itself."""
+    """Most prompts are long enough for two engines. The prefill engine alone gives the right answers."""
     asked = [prompts.prompt(length, 90_000 + at) for at, length in enumerate([100, 300, 700, 1200] * (STREAMS // 4))]
     before = servers.found()
     with ThreadPoolExecutor(STREAMS) as pool:
         streams = list(pool.map(lambda tokens: servers.ask(servers.route_url, tokens), asked))
     far = [tokens for tokens in asked if len(tokens) >= 256]
     assert servers.routed(PROMPTS)["pair"] == len(far)
-    # The last token is computed, a check keeps a block back, and what a busy machine saves after a second is not waited for.
+    # The last token is computed, a check keeps a block back, and D waits for no block that a busy machine saves after a second.
     whole = sum((len(tokens) - 1) // BLOCK_TOKENS * BLOCK_TOKENS for tokens in far)
     assert servers.found() - before >= whole * 3 // 4
     assert all(streams)
@@ -267,7 +267,8 @@ def test_a_chat_is_that_of_one_server(servers: Servers, stream: bool) -> None:
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("path", APIS)
 def test_an_answer_of_every_api_is_that_of_one_server(servers: Servers, path: str, stream: bool) -> None:
-    """In each order. Usage states the cached tokens of the prefill engine: the decode engine has the whole prompt from it."""
+    """Each order gives the answer of one server. Usage states the cached tokens of the prefill engine: the decode engine has
+    the whole prompt from it."""
     for at, (order, url) in enumerate(servers.order_urls.items()):
         seed = 97_000 + 100 * list(APIS).index(path) + 10 * stream + at
         text = "".join(chr(97 + token % 26) for token in prompts.prompt(1000, seed))
@@ -289,7 +290,7 @@ def _prompt(at: int) -> Prompt:
 
 
 def test_a_first_token_of_another_engine_changes_no_byte(servers: Servers) -> None:
-    """Of 50 streams, one after the other: ids and times apart, each router's are those of one engine."""
+    """The streams of 50 prompts, one after the other: but for ids and times, each router's are those of one engine."""
     compared = 0
     for at in range(50):
         prompt = _prompt(at)
@@ -305,7 +306,7 @@ def test_a_first_token_of_another_engine_changes_no_byte(servers: Servers) -> No
 
 
 def test_a_first_token_comes_before_the_other_engine_answers(servers: Servers) -> None:
-    """It is frozen meanwhile."""
+    """The decode engine is frozen meanwhile."""
     streams = ((prompt, servers.stream(servers.answers_url, prompt)) for prompt in map(_prompt, range(50, 100)))
     prompt, right = next((prompt, right) for prompt, right in streams if right.texts[0].isascii() and right.texts[0])
     servers.answers.signal(signal.SIGSTOP)
@@ -321,7 +322,8 @@ def test_a_first_token_comes_before_the_other_engine_answers(servers: Servers) -
 
 @pytest.mark.parametrize("after_s", [0.0, 0.3, 0.8])
 def test_a_client_that_hangs_up_ends_both_engines_requests(servers: Servers, after_s: float) -> None:
-    """While the prompt is computed or its answer streamed. Neither engine goes on: the answer has no end."""
+    """The client disconnects while the prompt is computed or its answer streamed. Neither engine goes on: the answer would be
+    endless."""
     prompt = prompts.prompt(3000, 94_000 + round(10 * after_s))
     answer = json.dumps(
         {"model": str(servers.model), "prompt": prompt, "max_tokens": LONG_ANSWER, "ignore_eos": True, "stream": True}
@@ -331,7 +333,7 @@ def test_a_client_that_hangs_up_ends_both_engines_requests(servers: Servers, aft
     client.request("POST", "/v1/completions", answer, {"Content-Type": "application/json"})
     wait_for(lambda: servers.busy() > 0, "a request at an engine")
     time.sleep(after_s)
-    # For a moment, neither has it.
+    # For a moment, neither engine has the request.
     wait_for(lambda: servers.busy() > 0, "a request at an engine still")
     client.close()
     started = time.monotonic()
@@ -342,7 +344,7 @@ def test_a_client_that_hangs_up_ends_both_engines_requests(servers: Servers, aft
 
 
 def test_an_engine_that_dies_costs_no_answer(servers: Servers) -> None:
-    """The one that answers computes."""
+    """The decode engine computes the prompt."""
     prompt = prompts.prompt(900, 95_000)
     right = servers.ask(servers.answers_url, prompt)
     servers.computes.kill()

@@ -1,4 +1,4 @@
-"""vLLM's own server at SIGTERM, on which the manifests' --shutdown-timeout relies."""
+"""vLLM's own server at SIGTERM: the manifests rely on its --shutdown-timeout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OUTPUT_TOKENS = 400
 
 
 def test_an_answer_under_way_is_whole_after_sigterm(tmp_path: Path) -> None:
-    """With the option. By vLLM's default its stream ends with an error."""
+    """With the option the answer is whole. By vLLM's default its stream ends with an error."""
     shape = model.write(tmp_path / "model", model.TINY)
     tokenizer.write(shape)
     url = f"http://127.0.0.1:{free_port()}"
@@ -28,7 +28,7 @@ def test_an_answer_under_way_is_whole_after_sigterm(tmp_path: Path) -> None:
             request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
             with urllib.request.urlopen(request, timeout=120) as answer:
                 first = answer.readline()
-                # As in a container: its first process alone is told.
+                # As in a container: its first process alone gets the signal.
                 os.kill(server.pid, signal.SIGTERM)
                 events = [json.loads(line[6:]) for line in (first, *answer) if line.startswith(b"data: {")]
             assert [event["choices"][0]["finish_reason"] for event in events][-1] == "length"

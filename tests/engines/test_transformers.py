@@ -1,4 +1,4 @@
-"""transformers decodes what vLLM prefilled otherwise than in one process and float32: by two ranks, and in bfloat16."""
+"""transformers decodes prompts that vLLM prefilled in two ranks, and in bfloat16."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def test_two_ranks_prefill_and_one_process_decodes(tmp_path: Path) -> None:
 @pytest.mark.supports("decoders")
 @pytest.mark.skipif(torch.cpu._is_amx_tile_supported(), reason="pages of AMX are not described by strides")
 def test_bfloat16_behind_vllms_own_tokens(tmp_path: Path) -> None:
-    """transformers would choose what vLLM chose, at least as often as where it computes all itself. A logit of 8 is in steps of
-    1/16 in bfloat16: where several tokens have the largest one, each is right."""
+    """transformers chooses vLLM's tokens at least as often as where it computes the prompt itself. A logit of 8 is in steps of
+    1/16 in bfloat16: if several tokens have the largest one, each is right."""
     weights = model.write(tmp_path / "model")
     asked: dict[str, Any] = {"spoils": ["cold", "zeroed"], "saves": False, "dtype": "bfloat16", "forced": True}
     with decoding.prefilled(tmp_path, weights, dtype="bfloat16") as known:

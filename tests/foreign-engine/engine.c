@@ -1,23 +1,23 @@
 /*
- * An engine in C, as small as one can be: it derives block keys from tokens, loads the blocks that another engine saved,
- * and saves them elsewhere under the same keys. It computes nothing, and is scheduler and worker in one.
+ * An engine in C, as small as possible: it derives block keys from tokens, loads blocks from one sidecar, and saves them to
+ * another under the same keys. It computes nothing, and is scheduler and worker in one.
  *
  *   engine keys HASH_ALGORITHM NONE_HASH EXTRA_KEYS BLOCK_TOKENS < REQUEST
  *     prints the hash of every full block of a request; see print_keys().
  *   engine carry FACTS NAMESPACE TOKENS FROM TO DUMP engine|sidecar FAULT [PROOF]
- *     loads the blocks of TOKENS (a file of numbers) from the sidecar at FROM into memory of its own, writes their bytes
- *     to DUMP, and saves them to the sidecar at TO. With FAULT `spoil` every value of their first layer has the other sign
- *     then, with `short` its own blocks have that layer alone, whatever FACTS say, a file of name=value lines, which must
- *     make NAMESPACE; `none` is no fault. Prints their hashes first. `engine` or `sidecar` writes loaded blocks into the
- *     engine's memory. With `handover` it awaits what it loads, and hands over what it saves, which it promises first.
- *     The first block of PROOF (TOKENS of another prompt) is compared with what TO keeps, before anything is saved.
+ *     prints the hashes of the blocks of TOKENS (a file of numbers), loads the blocks from the sidecar at FROM into memory of
+ *     its own, writes their bytes to DUMP, and saves them to the sidecar at TO. FACTS is a file of name=value lines, which
+ *     must make NAMESPACE. `engine` or `sidecar` writes loaded blocks into the engine's memory. FAULT is `none`; `spoil`:
+ *     before the save every value of the first layer gets the other sign; or `short`: the engine's blocks have the first
+ *     layer alone, in spite of FACTS. With `handover` it awaits the loaded blocks, and promises the saved ones first and
+ *     hands them over. Before a save, the first block of PROOF (TOKENS of another prompt) is compared with the block at TO.
  *   engine copy FACTS NAMESPACE TOKENS FROM TO DUMP
  *     does the same by pillion_engine_*, without a key, plan or step: loads TOKENS but the last one from FROM, proves
- *     itself to TO by their first block, and saves them there. Prints how many tokens were loaded, whether it proved itself, and how
- *     many blocks were kept.
+ *     itself to TO by their first block, and saves them there. Prints the number of loaded tokens, whether it proved itself,
+ *     and the number of kept blocks.
  *   engine gather PAGE_FORM SHARDS < BLOCKS > KV
- *     reads blocks as the cache keeps them, whose pages all have the same sizes, and writes K and then V: [layers, shards and
- *     their heads, blocks and their tokens, dim].
+ *     reads blocks with the cache's order of bytes and pages of one size, and writes K and then V: [layers, shards and their
+ *     heads, blocks and their tokens, dim].
  */
 #define _GNU_SOURCE
 #include "pillion.h"
@@ -33,7 +33,7 @@
 #include <unistd.h>
 
 enum { TOKENS_MAX = 1 << 16, FACTS_MAX = 256, LAYERS_MAX = 64, EXTRA_MAX = 256, LINE_BYTES = 1 << 16 };
-/* For tests alone: an engine that serves people gives up after 2 ms. */
+/* For tests alone: a serving engine gives up after 2 ms. */
 enum { QUERY_BUDGET_US = 10000000, WATCHDOG_MS = 60000 };
 /* The sign, in the upper byte of a bfloat16. */
 enum { SIGN_BIT = 0x80 };
@@ -44,8 +44,8 @@ typedef struct {
     size_t count;
 } Facts;
 
-/* KV memory: all blocks of a layer side by side, then the next layer's. Where pages lie is an engine's own affair; what
- * is inside of one is what the namespace's facts say. */
+/* KV memory: all blocks of a layer side by side, then the next layer's blocks. An engine places its pages
+ * freely; the namespace's facts describe the inside of one. */
 typedef struct {
     int descriptor;
     uint8_t *bytes;
@@ -122,7 +122,7 @@ static uint32_t number(const char *text) { return (uint32_t)strtoul(text, NULL, 
 
 static Memory new_memory(const Facts *facts, uint32_t blocks, bool one_layer) {
     Memory memory = {.blocks = blocks, .page_bytes = number(fact(facts, "page_bytes"))};
-    /* Their number, and then a digest of their names. */
+    /* The number of layers, and then a digest of their names. */
     memory.layers = number(fact(facts, "layers"));
     if (memory.layers < 1 || memory.layers > LAYERS_MAX) die("layers", fact(facts, "layers"));
     if (one_layer) memory.layers = 1;
@@ -183,7 +183,7 @@ static void disconnect(Engine *engine) {
     pillion_worker_free(engine->worker);
 }
 
-/* A request of one engine, or one that an engine computes and another answers. */
+/* The request is for one engine, or one engine computes it and another answers. */
 typedef enum { ALONE, AWAITS, PROMISES } Handover;
 
 static int64_t open_log(const Engine *engine, PillionItemsHash hashes, Handover handover) {
@@ -204,7 +204,8 @@ static PillionItemsU32 block_ids(uint32_t start, uint32_t count) {
     return (PillionItemsU32){ids, count};
 }
 
-/* How many of `count` blocks are kept. Nothing is known before the worker's first step: it is asked again after one. */
+/* The number of kept blocks out of `count`. The sidecar answers after the worker's first step, so the
+ * query is sent again after one. */
 static int64_t query(Engine *engine, int64_t log, uint32_t start, uint32_t count) {
     for (;;) {
         int64_t hits;
@@ -218,7 +219,7 @@ static int64_t query(Engine *engine, int64_t log, uint32_t start, uint32_t count
     }
 }
 
-/* A step that loads a log's blocks from `start` on. An asynchronous load would end some steps later. */
+/* Plays a step that loads a log's blocks from `start` on. An asynchronous load would end some steps later. */
 static void load(Engine *engine, int64_t log, uint32_t start, PillionItemsU32 ids, bool sync) {
     PillionItemsU8 plan;
     PillionLoaded loaded;
@@ -245,7 +246,7 @@ static void load(Engine *engine, int64_t log, uint32_t start, PillionItemsU32 id
     if (loaded.op != op || loaded.failed.count) die("load", "another load, or blocks failed");
 }
 
-/* The step of a save, which is accepted, and over then. An engine would go on computing meanwhile. */
+/* Plays the step of a save: it is accepted and ends. A real engine would go on computing meanwhile. */
 static PillionSchedulerState end_save(Engine *engine, uint64_t step) {
     PillionSchedulerState state;
     check(pillion_scheduler_end_step(engine->scheduler, &state), "end of step");
@@ -271,7 +272,8 @@ static void save(Engine *engine, const Request *request, uint32_t count, Handove
     if (state.blocks_unproven) die("save", state.notice ? state.notice : "not kept");
 }
 
-/* Shows that `block` of the memory is what is kept of a request's first block: before that, nothing that is saved is kept. */
+/* Proves the engine: compares `block` of the memory with the kept first block of a request. No save is
+ * kept before that. */
 static void prove(Engine *engine, const Request *kept, uint32_t block) {
     int64_t log = open_log(engine, kept->hashes, ALONE);
     if (query(engine, log, 0, 1) != 1) die("prove", "its first block is not kept");
@@ -290,7 +292,7 @@ static void print_hashes(PillionItemsHash hashes) {
     }
 }
 
-/* Writes the first blocks as the cache keeps it: its pages, layer after layer. */
+/* Writes the first blocks with the cache's order of bytes: their pages, layer after layer. */
 static void dump(const Memory *memory, uint32_t count, const char *path) {
     FILE *file = fopen(path, "wb");
     if (!file) die("dump", path);
@@ -324,7 +326,7 @@ static void carry(char **arguments, const char *proof_path) {
     PillionItemsHash hashes = request.hashes;
     print_hashes(hashes);
     uint32_t count = (uint32_t)hashes.count, half = count / 2;
-    /* The last block proves. */
+    /* The last block is for the proof. */
     Memory memory = new_memory(&facts, 2 + count, !strcmp(fault, "short"));
     bool sidecar = !strcmp(arguments[6], "sidecar"), hands_over = !strcmp(fault, "handover");
 
@@ -409,7 +411,7 @@ static void copy(char **arguments) {
         compute(to, proof.request, (PillionItemsU32){tokens.items, block_tokens}, &target, &source);
         check(pillion_engine_end_proof(to, proof.request, &proof.proven), "proof");
     }
-    /* Nothing is loaded of one token. */
+    /* A promise of one token loads nothing. */
     check(pillion_engine_promise(to, (PillionItemsU32){tokens.items, tokens.count > 0}, &request), "promise");
     compute(to, request, tokens, &target, &source);
     check(pillion_engine_save(to, request, &kept), "save");
@@ -456,7 +458,7 @@ static void print_keys(char **arguments) {
     pillion_keys_free(keys);
 }
 
-/* K or V of one layer and head of a shard: `page` is that of the first block. */
+/* Writes K or V of one head of a layer: `page` is the layer's page in the first block. */
 static void gather_head(const PillionPage *page, bool values, uint32_t head, const uint8_t *bytes, size_t blocks, size_t stride) {
     const PillionPlace *place = values ? &page->v : &page->k;
     uint32_t dim = values ? page->values : page->keys, part = page->kernel_block_tokens;

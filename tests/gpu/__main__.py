@@ -1,6 +1,6 @@
 """`python3 tests/gpu [pytest's arguments]`: the tests that need a GPU, vLLM's CUDA build, and Pillion where Python finds it.
 
-The sidecar's binary is `$PILLION_BINARY`, or that of the wheel, or `pillion` on the PATH. Without a GPU nothing is run, aloud.
+The sidecar's binary is `$PILLION_BINARY`, or that of the wheel, or `pillion` on the PATH. Without a GPU it prints SKIPPED.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ LOOK = "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 1)"
 
 
 def main() -> int:
-    """Run them, or say why not."""
+    """Runs the tests, or prints why not."""
     if subprocess.run([sys.executable, "-c", LOOK], check=False, stderr=subprocess.DEVNULL).returncode != 0:
         print("SKIPPED: no GPU", flush=True)
         return 0

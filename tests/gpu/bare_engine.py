@@ -1,4 +1,4 @@
-"""An engine without a model: vLLM's scheduler role, which decides what is written, saved and loaded; and its ranks."""
+"""An engine without a model: vLLM's scheduler role, with random writes, saves and loads, and the engine's ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from testkit.waiting import Failed, wait_for
 # A kernel of 50 to 400 us on a GPU of 1 to 2 GHz.
 SPIN_CYCLES = (100_000, 400_000)
 PROMPT_BLOCKS = 8
-# Prompts that may be asked for again; older ones are mostly evicted.
+# The number of prompts that may be asked again; older ones are mostly evicted.
 REMEMBERED = 120
 LOADS_IN_FLIGHT = 4
 QUERY_BUDGET_US = 1_000_000
@@ -28,7 +28,7 @@ QUIET_STEPS = 2000
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How an engine is made."""
+    """Options of an engine."""
 
     socket: Path
     seed: int = 1
@@ -37,34 +37,34 @@ class Options:
     # The GPU of each rank; the first rank is in this process.
     devices: tuple[int, ...] = (0,)
     namespace: str = "bare"
-    # Blocks of KV memory, of which `BLOCKS` are used.
+    # Blocks of KV memory; the engine uses `BLOCKS` of them.
     blocks: int = BLOCKS
-    # Who copies, and what a step takes on average: without loads to wait for, steps of a bare engine fill blocks at a hundred
-    # times the pace of a model, which the engine's own copies cannot follow.
+    # The copying process, and the average time of a step. Without loads to wait for, steps of a bare engine fill blocks a
+    # hundred times as fast as a model: the engine's own copies cannot follow.
     copier: str = "sidecar"
     step_s: float = 0.0
-    # Blocks of a part, in which what is on its way is loaded; 0: nothing is loaded before it is kept.
+    # The blocks of one part of a load whose other blocks are still arriving; 0: a load waits until all blocks are kept.
     part_blocks: int = 0
-    # What an earlier engine of the namespace saved, and keys that none has used.
+    # Prompts saved by an earlier engine of the namespace, and the first unused key.
     prompts: tuple[Prompt, ...] = ()
     next_key: int = 1
 
 
 class Engine:
-    """Both roles."""
+    """Both roles of an engine."""
 
     def __init__(self, options: Options) -> None:
         self._random = random.Random(options.seed)
         self._step_s = options.step_s
         self._step, self._next_key = 0, options.next_key
         self._first_key = options.next_key
-        # Blocks loaded that an earlier engine saved.
+        # Loaded blocks from an earlier engine.
         self.inherited = 0
         self.prompts: collections.deque[Prompt] = collections.deque(options.prompts, maxlen=REMEMBERED)
         self._free = set(range(1, BLOCKS))
-        # Blocks that the last step wrote: reused soon, while they are saved.
+        # Blocks written by the last step: reused soon, while they are saved.
         self._fresh: list[int] = []
-        # Asynchronous loads, and how many ranks have not ended theirs.
+        # Asynchronous loads, and the number of ranks still loading.
         self._loading: dict[int, tuple[Load, int]] = {}
         self._run = uuid.uuid4().bytes
         engine, ranks = f"bare-{uuid.uuid4()}", len(options.devices)
@@ -92,7 +92,7 @@ class Engine:
         self.wait_connected()
 
     def wait_connected(self) -> None:
-        """Both roles, and every rank; what the ranks hold is what the scheduler is bound to."""
+        """Waits until both roles and every rank are connected, and the scheduler is bound to the ranks' memory."""
         notices: list[Any] = []
 
         def connected() -> bool:
@@ -106,25 +106,25 @@ class Engine:
 
     @property
     def next_key(self) -> int:
-        """Keys from here on are unused."""
+        """The first unused key."""
         return self._next_key
 
     def run(self, rounds: int) -> Found:
-        """So many rounds, the end of every load, and no connection lost on the way."""
+        """Plays `rounds` rounds, and waits for the end of every load. No connection may be lost meanwhile."""
         self.play(rounds)
         found = self.rest()
         assert {*self._all("generation"), self._scheduler.generation} == {1}, "the connection was lost on the way"
         return found
 
     def play(self, rounds: int) -> None:
-        """So many rounds; loads go on."""
+        """Plays `rounds` rounds; loads go on."""
         for _ in range(rounds):
             # Every other step follows at once: a block may be reused while it is saved.
             time.sleep(self._random.choice((0, 2 * self._step_s)))
             self._one_step(quiet=False)
 
     def rest(self) -> Found:
-        """Until every load has ended."""
+        """Plays steps without new work until every load has ended."""
         for _ in range(QUIET_STEPS):
             if not self._loading:
                 return self.found()
@@ -133,19 +133,19 @@ class Engine:
         raise AssertionError("asynchronous loads that never ended")
 
     def found(self) -> Found:
-        """Of all ranks, once the GPU has done what it was told so far."""
+        """The findings of all ranks, once the GPU has finished its work."""
         sums: collections.Counter[str] = collections.Counter()
         for found in self._all("found"):
             sums.update(dataclasses.asdict(found))
         return Found(**sums)
 
     def end(self) -> None:
-        """Leaves the sidecar."""
+        """Disconnects from the sidecar."""
         self._scheduler.disconnect()
         self._all("end")
 
     def _all(self, name: str, *arguments: Order) -> list[Any]:
-        """The same of every rank."""
+        """Calls the same method of every rank; their answers."""
         for rank in self._others:
             rank.tell(name, *arguments)
         mine = getattr(self._rank, name)(*arguments)
@@ -230,7 +230,7 @@ class Engine:
         hits = self._scheduler.query(log, 0, prompt.blocks)
         if hits > 0:
             blocks, sync = self._take(hits), self._random.random() < 0.6
-            # Before the load, which may begin when the step before this one is done.
+            # Before the load, which may begin when the step before this one ends.
             self._scheduler.overwrite(blocks)
             plans = self._scheduler.load(log, 0, blocks, self._step, sync)
             if plans:

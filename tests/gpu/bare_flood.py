@@ -1,8 +1,8 @@
-"""An engine that loads and does nothing else: the same blocks again and again, with a backlog as large as it is told.
+"""An engine that only loads: the same blocks again and again, with a backlog of a given size.
 
-As a program: imports, then reads what to be, a JSON line, saves its blocks once, and keeps so many bytes of asynchronous loads
-waiting. A further line has it take back every load behind its own back; when its input ends it lets its loads end. It writes a
-JSON line several times a second. Without a GPU its memory is the host's.
+As a program it imports, reads its options from a JSON line, saves its blocks once, and keeps `queued_bytes` of asynchronous
+loads waiting. A further line has it close the gates of all loads behind its session; when its input ends, its loads end and it
+exits. It writes a JSON line several times a second. Without a GPU its memory is the host memory.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ MULTIPLIER = 1_000_003
 # Loads begun in a step: the backlog is there within some hundred steps.
 LOADS_OF_A_STEP = 16
 STEP_S = 0.004
-# Steps that are launched ahead of the GPU.
+# Steps launched ahead of the GPU.
 STEPS_AHEAD = 2
 TELL_S = 0.25
 READY_S, DRAIN_S = 60, 60
-# Where a session's memory holds the gates of its loads; shm-protocol/PROTOCOL.md, section 2.
+# The place of the gates of loads in a session's memory; shm-protocol/PROTOCOL.md, section 2.
 GATES, OPERATIONS = 51_974_144, 4096
 # Above every operation of the tests.
 OPERATION_MAX = 1 << 40
@@ -43,31 +43,31 @@ HERE = Path(__file__).resolve().parent
 
 
 class Flood(Child):
-    """One such engine, from the test's side. It has imported torch, or is about to, before it is `start`ed."""
+    """One such engine, from the test's side. It imports torch before `start`."""
 
     def __init__(self, log: Path) -> None:
         super().__init__(python("bare_flood"), log, path=[HERE])
         self.last: dict[str, Any] = {}
 
     def start(self, **options: Any) -> None:
-        """What to be: `socket`, `namespace`, `blocks` of a load, `queued_bytes`, and `device`, -1 for host memory."""
+        """Sends its options: `socket`, `namespace`, `blocks` of a load, `queued_bytes`, and `device`, -1 for host memory."""
         self.tell(options)
 
     def found(self, watchdog_s: float = READY_S) -> dict[str, Any]:
-        """What it says next; no word may have been wrong."""
+        """Its next line; no word may have been wrong."""
         self.last = json.loads(self.line(watchdog_s))
         assert self.last["wrong_words"] == 0, f"wrong bytes: {self.last}"
         return self.last
 
     def news(self) -> dict[str, Any]:
-        """What it says from now on: what waits to be read is skipped."""
+        """The first line written after this call; lines before it are skipped."""
         while self.line_within(0) is not None:
             pass
         self.found()
         return self.found()
 
     def wait_until(self, condition: Any, what: str, watchdog_s: float = READY_S) -> dict[str, Any]:
-        """The first of its lines of which the condition holds."""
+        """The first of its lines for which the condition holds."""
         deadline = time.monotonic() + watchdog_s
         while not condition(self.found()):
             if time.monotonic() > deadline:
@@ -75,12 +75,12 @@ class Flood(Child):
         return self.last
 
     def close_gates(self) -> None:
-        """Has it close the gate of every load, those to come too, and forget that it did."""
+        """Has it close the gates of all loads, later ones too, without its session's knowledge."""
         self.tell("close gates")
         self.wait_until(lambda found: found["gates_closed"] > 0, "closed gate")
 
     def finish(self) -> dict[str, Any]:
-        """Has it end its loads and leave; what it says last."""
+        """Has it end its loads and exit; its last line."""
         self.close_input()
         self.wait_until(lambda found: found.get("ended"), "end of its loads", DRAIN_S)
         self.wait_exit()
@@ -91,13 +91,13 @@ class Flood(Child):
 
 
 class Memory:
-    """The blocks, each full of words that are a function of its number."""
+    """The blocks, each filled with words computed from its number."""
 
     def __init__(self, blocks: int, device: int) -> None:
         import torch
 
         self._torch, self._on_gpu = torch, device >= 0
-        # Block 0 is never used, and the last one is a new session's to try its copies on.
+        # Block 0 is never used; a new session tests its copies on the last one.
         self.blocks, words = blocks + 2, BLOCK_BYTES // 8
         if self._on_gpu:
             torch.cuda.set_device(device)
@@ -115,13 +115,13 @@ class Memory:
 
     @property
     def place(self) -> dict[str, Any]:
-        """Where it is, for a session."""
+        """The memory's description for a session."""
         if not self._on_gpu:
             return {"files": [self.file]}
         return {"pointers": [self._memory.data_ptr()], "cuts": CUTS, "stream": self.stream.cuda_stream}
 
     def wrong_words(self) -> int:
-        """Of all blocks. Loads that are under way write what is there."""
+        """The number of wrong words in all blocks. Loads under way write the same words."""
         return int((self._memory[1:-1] != self._right[1:-1]).sum().item())
 
     def mark_step(self) -> None:
@@ -134,7 +134,7 @@ class Memory:
                 self._marks.pop(0).synchronize()
 
     def wait(self) -> None:
-        """Until the GPU has done all."""
+        """Waits until the GPU has finished."""
         if self._on_gpu:
             self._torch.cuda.synchronize()
 
@@ -149,7 +149,7 @@ class Engine(Sessions):
         regions = [(0, 0, BLOCK_BYTES, BLOCK_BYTES)]
         facts, where = {"engine": namespace}, self._memory.place
         super().__init__(Path(socket), f"flood-{uuid.uuid4()}", self._memory.blocks, regions, facts, **where)
-        # Logs of loads that go on.
+        # Logs of unfinished loads.
         self._loading: dict[int, int] = {}
         self.loaded = self.failed_blocks = self.refused = self.gates_closed = 0
         self.keep(self._hashes, self._ids)
@@ -159,16 +159,16 @@ class Engine(Sessions):
 
     @property
     def load_bytes(self) -> int:
-        """Of one load."""
+        """The bytes of one load."""
         return len(self._ids) * BLOCK_BYTES
 
     @property
     def queued_bytes(self) -> int:
-        """Of loads that have not ended."""
+        """The bytes of unfinished loads."""
         return len(self._loading) * self.load_bytes
 
     def play(self, queued_bytes: int) -> None:
-        """One step, which fills the backlog."""
+        """Plays one step, which fills the backlog."""
         plans: list[tuple[int, bytes]] = []
         while self.queued_bytes + len(plans) * self.load_bytes < queued_bytes and len(plans) < LOADS_OF_A_STEP:
             planned = self._plan()
@@ -188,7 +188,7 @@ class Engine(Sessions):
         self._memory.mark_step()
 
     def found(self) -> dict[str, Any]:
-        """All that a test wants to know."""
+        """The counts for the test."""
         stats = self.worker.stats()
         return {
             "loads": self.loaded,
@@ -206,7 +206,7 @@ class Engine(Sessions):
         }
 
     def close_gates(self) -> None:
-        """As a rank does that takes every load back; this one's session knows nothing of it."""
+        """Closes every gate as a rank does to take all loads back; this rank's session does not know."""
         words = b"".join((-(OPERATION_MAX + word) % (1 << 64)).to_bytes(8, "little") for word in range(OPERATIONS))
         for line in Path("/proc/self/maps").read_text().splitlines():
             fields = line.split()
@@ -217,7 +217,7 @@ class Engine(Sessions):
                     self.gates_closed += OPERATIONS
 
     def close(self) -> None:
-        """Once the GPU has done all."""
+        """Disconnects once the GPU has finished."""
         self._memory.wait()
         super().close()
 
@@ -240,7 +240,7 @@ class Engine(Sessions):
 
 
 def main() -> None:
-    """One engine's life."""
+    """Runs one engine."""
     parent = Parent()
     import torch  # noqa: F401 - seconds, spent before the first line is read
 

@@ -1,6 +1,6 @@
 """A hand-over between two engines without a model: one writes prompts and promises them, the other awaits and loads them.
 
-The one that writes reuses blocks right after the step that wrote them, while they are saved and while the other one waits.
+The writer reuses blocks right after their step, while they are saved and the reader waits.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from bare_rank import Load, Prompt
 
 from pillion import _shim
 
-# A log is closed so many steps after its prompt was saved, as by a request that ends.
+# Steps between a prompt's save and the end of its log, as for a request that ends.
 STEPS_OPEN = 2
-# Prompts that are awaited at once.
+# The most prompts awaited at once.
 AWAITED_MAX = 8
 
 
@@ -21,7 +21,7 @@ class Writer(Engine):
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
-        # The prompts that this engine promised in its last step.
+        # The prompts promised in this engine's last step.
         self.promised: list[Prompt] = []
         self._open: list[tuple[int, int]] = []
 
@@ -46,26 +46,26 @@ class Writer(Engine):
 
 
 class Reader(Engine):
-    """Engine D: awaits prompts of another engine and loads what it is told of, in parts, beside its steps."""
+    """Engine D: awaits prompts of another engine and loads their announced blocks, in parts, beside its steps."""
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
         self._awaited: list[tuple[int, Prompt]] = []
-        # Blocks of prompts that were awaited, and those of them that were found.
+        # Blocks of awaited prompts, and the found ones of them.
         self.asked = self.found_blocks = 0
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is awaited any more."""
+        """True if no prompt is awaited any more."""
         return not self._awaited
 
     @property
     def answered_early(self) -> int:
-        """Prompts whose blocks were on their way when they were found."""
+        """The number of prompts found while their blocks were on their way."""
         return int(self._scheduler.stats()["queries_answered_early"])
 
     def wait_for(self, prompts: list[Prompt]) -> None:
-        """Another engine is about to write these."""
+        """Awaits these prompts, which another engine is about to write."""
         for prompt in prompts[: AWAITED_MAX - len(self._awaited)]:
             log = self._scheduler.open()
             assert log >= 0

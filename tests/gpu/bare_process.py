@@ -1,7 +1,7 @@
 """A bare engine in a process of its own, which can be frozen and killed.
 
-As a program: imports, then reads what engine to be, a JSON line, and plays rounds until its standard input ends. After every
-few steps it writes a JSON line: what it found so far, and what another engine needs to go on.
+As a program it imports, reads its options from a JSON line, and plays rounds until its standard input ends. After every few
+steps it writes a JSON line: its findings so far, and the state for a successor.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ HERE = Path(__file__).resolve().parent
 
 
 class Process(Child):
-    """One engine's process, from the test's side. It has imported torch, or is about to, before it is `start`ed."""
+    """One engine's process, from the test's side. It imports torch before `start`."""
 
     def __init__(self, log: Path, prefix: tuple[str, ...] = ()) -> None:
         super().__init__([*prefix, *python("bare_process")], log, path=[HERE])
         self.last: dict[str, Any] = {}
 
     def start(self, **options: Any) -> None:
-        """Which engine to be: fields of `bare_engine.Options`, and `memory_part` of the GPU."""
+        """Sends its options: fields of `bare_engine.Options`, and `memory_part` of the GPU."""
         self.tell(options)
 
     def found(self, watchdog_s: float = WATCHDOG_S) -> dict[str, Any]:
-        """What it says next; it must not have found a wrong word."""
+        """Its next line; it must have found no wrong word."""
         return self._note(self.line(watchdog_s))
 
     def news(self) -> dict[str, Any]:
-        """What it says of what was done from now on: what waits to be read is skipped."""
+        """The first line written after this call; lines before it are skipped."""
         while (line := self.line_within(0)) is not None:
             self._note(line)
         self.found()
         return self.found()
 
     def finish(self) -> dict[str, Any]:
-        """Has it end all loads and leave; what it says last."""
+        """Has it end all loads and exit; its last line."""
         self.close_input()
         while "ended" not in self.found():
             pass
@@ -64,7 +64,7 @@ class Process(Child):
 
 @contextlib.contextmanager
 def running(log: Path, prefix: tuple[str, ...] = (), **options: Any) -> Iterator[Process]:
-    """An engine at work, that is gone when the block ends."""
+    """An engine at work, killed at the block's end."""
     process = Process(log, prefix)
     try:
         process.start(**options)
@@ -78,7 +78,7 @@ def running(log: Path, prefix: tuple[str, ...] = (), **options: Any) -> Iterator
 
 
 def main() -> None:
-    """One engine's life."""
+    """Runs one engine."""
     parent = Parent()
     import bare_engine
     import bare_rank
@@ -87,7 +87,7 @@ def main() -> None:
     role = parent.hear()
     if role is None:
         return
-    # A part of the GPU's memory, for one that ends up with as much as the one before it.
+    # The part of the GPU's memory for an engine that needs as much as the one before it.
     part = role.pop("memory_part", None)
     if part is not None:
         role["blocks"] = int(torch.cuda.mem_get_info()[1] * part) // bare_rank.BLOCK_BYTES

@@ -1,8 +1,7 @@
-"""One rank of an engine without a model: GPU kernels write and read KV whose right bytes are known.
+"""One rank of an engine without a model: GPU kernels write and read KV with known right bytes.
 
 Every word of a block is a function of the block's key, the rank and the word's place. Steps are launched ahead of the GPU, as
-vLLM's asynchronous scheduler does, and begin with a kernel that only takes time: whoever reads or writes a block without
-asking the fences is then early.
+by vLLM's asynchronous scheduler, and begin with a kernel that only spins: a copy without a wait for the fences is then early.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ BLOCKS, LAYERS, PAGE_WORDS = 256, 20, 4096
 BLOCK_BYTES = LAYERS * PAGE_WORDS * 8
 MULTIPLIER = 1_000_003
 RANK_MULTIPLIER = 1 << 48
-# As vLLM: the step that the GPU computes, and the next.
+# As in vLLM: the step on the GPU, and the next.
 STEPS_AHEAD = 2
 # Wrong words are counted apart for so many steps.
 COUNTED_STEPS = 4096
@@ -34,25 +33,25 @@ WATCHDOG_S = 60
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """Blocks that are always saved and loaded together."""
+    """Blocks saved and loaded together."""
 
     first_key: int
     blocks: int
 
     @property
     def keys(self) -> list[int]:
-        """One for each block."""
+        """One key for each block."""
         return list(range(self.first_key, self.first_key + self.blocks))
 
     @property
     def hashes(self) -> list[bytes]:
-        """What the sidecar knows the keys by."""
+        """The keys' hashes at the sidecar."""
         return [hashlib.sha256(key.to_bytes(8, "little")).digest() for key in self.keys]
 
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """A load that was planned."""
+    """A planned load."""
 
     plan: bytes
     blocks: list[int]
@@ -63,7 +62,7 @@ class Load:
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """What every rank does in a step."""
+    """One step, the same for every rank."""
 
     step: int
     loads: list[Load]
@@ -75,7 +74,7 @@ class Order:
 
 @dataclasses.dataclass
 class Found:
-    """What ranks came across: blocks, but for the words."""
+    """Findings of ranks: numbers of blocks, except for the words."""
 
     wrong_words: int = 0
     first_wrong_step: int = 0
@@ -86,13 +85,13 @@ class Found:
 
     @property
     def loaded(self) -> int:
-        """All that were."""
+        """All loaded blocks."""
         return self.loaded_sync + self.loaded_by_cuts + self.loaded_async
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """What a rank is, and where."""
+    """The role and the place of a rank."""
 
     socket: str
     engine: str
@@ -103,9 +102,9 @@ class Place:
     ranks: int
     device: int
     block_outermost: bool
-    # False: the fences are stored aside, by a stream that waits for none of the work.
+    # False: another stream stores the fences, without waiting for the work.
     fenced: bool
-    # Of KV memory; the engine uses `BLOCKS` of them.
+    # Blocks of KV memory; the engine uses `BLOCKS` of them.
     blocks: int = BLOCKS
     copier: str = "sidecar"
 
@@ -122,16 +121,16 @@ class Memory:
         self._places = places + place.rank * RANK_MULTIPLIER
 
     def geometry(self) -> Geometry:
-        """Where its blocks lie."""
+        """The places of its blocks."""
         layers = [(f"layer.{layer}", self._blocks[:, layer]) for layer in range(LAYERS)]
         return describe(layers, self._blocks.shape[0])
 
     def write(self, blocks: torch.Tensor, keys: torch.Tensor) -> None:
-        """Every block gets the bytes of its key."""
+        """Gives every block the bytes of its key."""
         self._blocks[blocks] = self._right(keys)
 
     def wrong(self, blocks: torch.Tensor, keys: torch.Tensor, layers: slice) -> torch.Tensor:
-        """Words that are not their key's."""
+        """The number of words with wrong bytes for their keys."""
         return (self._blocks[blocks][:, layers] != self._right(keys)[:, layers]).sum()
 
     def _right(self, keys: torch.Tensor) -> torch.Tensor:
@@ -139,7 +138,7 @@ class Memory:
 
 
 class Rank:
-    """A worker's session, and the GPU that it drives."""
+    """A worker's session and its GPU."""
 
     def __init__(self, place: Place) -> None:
         torch.cuda.set_device(place.device)
@@ -171,20 +170,20 @@ class Rank:
         )
 
     def connected(self) -> bool:
-        """Whether it takes part."""
+        """True if the rank is connected."""
         self._session.join(self._run)
         return self._session.connected
 
     def notices(self) -> list[str]:
-        """What its session has to say."""
+        """The session's notices."""
         return self._session.take_notices()
 
     def generation(self) -> int:
-        """Connections so far."""
+        """The number of connections so far."""
         return self._session.generation
 
     def step(self, order: Order) -> list[int]:
-        """Launches a step; operations of the asynchronous loads that have ended."""
+        """Launches a step; the operations of ended asynchronous loads."""
         with torch.cuda.stream(self._stream):
             ended = self._launch(order)
         if len(self._launched) == STEPS_AHEAD:
@@ -192,7 +191,7 @@ class Rank:
         return ended
 
     def found(self) -> Found:
-        """Once the GPU has done all. No copy is queued, and no lock held, while the stream waits for a load."""
+        """The findings, once the GPU has finished. No copy is queued, and no lock held, while the stream waits for a load."""
         if self._launched:
             self._launched[-1].synchronize()
         with torch.cuda.stream(self._stream):
@@ -202,7 +201,7 @@ class Rank:
         return self._found
 
     def end(self) -> None:
-        """Leaves the sidecar."""
+        """Disconnects from the sidecar."""
         self._session.disconnect()
 
     def _warm_up(self) -> None:
@@ -230,7 +229,7 @@ class Rank:
         assert self._session.loading == 0
         for prompt, blocks in order.written:
             self._memory.write(_on_gpu(blocks), _on_gpu(prompt.keys))
-        # Before the step is done: their blocks may be loaded into from then on.
+        # Before the step ends: from then on loads may write its blocks.
         ended += self._take_finished(order.step)
         self._session.done(order.step, True, self._fences.cuda_stream)
         event = torch.cuda.Event()
@@ -239,8 +238,8 @@ class Rank:
         return ended
 
     def _begin_loads(self, order: Order) -> tuple[list[Load], list[int]]:
-        """Loads that this step reads: at once, or with `by_cuts` each cut when it was waited for. Asynchronous ones that have
-        ended already, since there is no sidecar any more, come second."""
+        """The loads for this step to read, whole, or with `by_cuts` each cut after its wait; then the asynchronous loads
+        without a sidecar, ended at once."""
         needed, ended = [], []
         for load in order.loads:
             failed = self._session.load(load.plan, self._stream.cuda_stream, order.by_cuts and load.sync)
@@ -257,7 +256,7 @@ class Rank:
         return needed, ended
 
     def _take_finished(self, step: int) -> list[int]:
-        """Asynchronous loads are checked in the step that saw their end."""
+        """Checks each asynchronous load in the step of its end; their operations."""
         ended = []
         for op, failed in self._session.finished():
             load = self._loading.pop(op)
@@ -283,11 +282,11 @@ class RemoteRank:
         theirs.close()
 
     def tell(self, name: str, *arguments: Order) -> None:
-        """Has it do something."""
+        """Calls a method in its process."""
         self._connection.send((name, arguments))
 
     def answer(self) -> object:
-        """What came of it."""
+        """The result of the call."""
         assert self._connection.poll(WATCHDOG_S), "a rank does not answer"
         return self._connection.recv()
 
@@ -314,5 +313,5 @@ def _zeros(shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def _on_gpu(values: list[int]) -> torch.Tensor:
-    """Without waiting for the stream, as a copy from memory that is not page-locked would."""
+    """Without waiting for the stream, unlike a copy from memory that is not page-locked."""
     return torch.tensor(values, pin_memory=True).to("cuda", non_blocking=True)

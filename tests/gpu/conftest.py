@@ -1,4 +1,4 @@
-"""Options of the tests, and a model whose forward has several cuts."""
+"""Options of the tests, and a model with several cuts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from testkit import model
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """What test_kill.py plays."""
+    """The options of test_kill.py."""
     parser.addoption("--rounds", type=int, default=20, help="rounds of faults")
     parser.addoption("--first", type=int, default=1, help="the number of the first of them")
     parser.addoption("--seed", type=int, default=1, help="from which the faults are drawn")
@@ -23,5 +23,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def gpu_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random weights with which answers depend strongly on the KV."""
+    """Random weights, so answers depend strongly on the KV."""
     return model.write(tmp_path_factory.mktemp("model"), gpu_options.SHAPE)

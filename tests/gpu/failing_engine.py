@@ -1,8 +1,8 @@
-"""The driver of an engine whose steps fail on purpose, and which goes on as vLLM's fault tolerance does.
+"""The driver of an engine whose steps fail on purpose; it goes on as vLLM's fault tolerance does.
 
-vLLM serves its fault tolerance only to experts on several GPUs. This driver calls the same functions of vLLM around the step
-of an engine in its own process: all requests are aborted, what ranks hold of them is dropped, and what is left of the batch
-queue is handed to the scheduler.
+vLLM offers its fault tolerance for expert parallelism on several GPUs alone. This driver calls the same functions of vLLM
+around the step of an engine in its own process: it aborts all requests, drops their state in the ranks, and hands the rest of
+the batch queue to the scheduler.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from testkit import engine_driver
 # prepare: the step raises before vLLM calls the connector. first-layer: it raises before the first layer's hook. layer: it
 # raises in the middle layer. output: it computes wrong KV, and its output is refused.
 Kind = Literal["prepare", "first-layer", "layer", "output"]
-# New tokens of a step that computes a part of a prompt.
+# New tokens of a step for a part of a prompt.
 PREFILL_TOKENS = 256
-# What attention makes is multiplied by it where KV is to be wrong.
+# The factor on attention's output where KV is to be wrong.
 WRONG_FACTOR = -3.0
 
 
@@ -40,13 +40,13 @@ class Failure(Exception):
 
 @dataclasses.dataclass
 class Fault:
-    """A fault that waits for its step, and what is seen of that."""
+    """A fault for a later step, and the facts observed there."""
 
     kind: Kind
-    # It strikes in a step with loads, or in one that computes a part of a prompt, behind `after` others of these.
+    # It strikes in a step with loads, or in one with a part of a prompt, after `after` others of the same kind.
     on_load: bool
     after: int
-    # Of a process that is frozen for `frozen_s` before it can read of the failing step's loads; 0: of none.
+    # A process frozen for `frozen_s` before it reads the failing step's loads; 0: none.
     frozen: int
     frozen_s: float
     struck: bool = False
@@ -54,21 +54,21 @@ class Fault:
     # Synchronous loads of the failing step, and the blocks of its loads.
     sync_loads: int = 0
     loaded: list[int] = dataclasses.field(default_factory=list)
-    # Whether the failing step was to wait for them cut by cut.
+    # True if the failing step was to wait for them cut by cut.
     by_cuts: bool = False
-    # Blocks that vLLM gave to requests of the next step.
+    # Blocks given by vLLM to requests of the next step.
     given_next: list[int] = dataclasses.field(default_factory=list)
     seen_next: bool = False
 
 
 class Unwaiting:
-    """Waits between layers, without those left by a raising forward."""
+    """Waits between layers, without the waits left by a failed forward."""
 
     def __init__(self, waits: Any) -> None:
         self._waits = waits
 
     def begin_step(self) -> list[int]:
-        """Leaves them out."""
+        """Begins the step and drops those waits."""
         self._waits.begin_step()
         return []
 
@@ -84,11 +84,11 @@ class FailingDriver(engine_driver.Driver):
         self._core = self._engine.engine_core.engine_core
         self._worker = self._core.model_executor.driver_worker.worker
         self._connector = self._core.scheduler.get_kv_connector()
-        # What waits for its step, what strikes in the current one, and the last that struck.
+        # The fault for a later step, the fault of the current step, and the last fault so far.
         self._fault: Fault | None = None
         self._striking: Fault | None = None
         self._last: Fault | None = None
-        # Whether the connector is told that vLLM has taken the failed step's output.
+        # True if the failed step's output is reported to the connector as taken.
         self._accepts_failed = False
         self._failed_metadata: Any = None
         self._wrap()
@@ -100,16 +100,16 @@ class FailingDriver(engine_driver.Driver):
         self._fault = Fault(kind, on_load, after, frozen, frozen_s)
 
     def failed(self) -> dict[str, Any] | None:
-        """The last fault that struck, which is then forgotten; None where none did, and none will."""
+        """Forgets and returns the last fault, and drops one for a later step; None if none struck."""
         last, self._last, self._fault = self._last, None, None
         return dataclasses.asdict(last) if last else None
 
     def accept_failed(self) -> None:
-        """From now on the connector is told that vLLM has taken the output of steps that fail."""
+        """From now on outputs of failed steps are reported to the connector as taken."""
         self._accepts_failed = True
 
     def wait_for_nothing(self) -> None:
-        """From now on no step waits for what an earlier one left of its loads."""
+        """From now on no step waits for loads of an earlier step."""
         role = self._role()
         begin, (part,) = role._begin, role._parts
         role._begin = lambda part, loads, by_cuts=False: begin(part, loads, True)
@@ -169,7 +169,7 @@ class FailingDriver(engine_driver.Driver):
         return self._striking is not None and self._striking.kind == kind
 
     def _begins(self, output: Any, *_: Any) -> None:
-        """A rank begins a step."""
+        """Notes the blocks of the next step, as a rank begins it."""
         if self._last is not None and not self._last.seen_next:
             self._last.seen_next = True
             tables = [new.block_ids for new in output.scheduled_new_reqs]
@@ -189,7 +189,7 @@ class FailingDriver(engine_driver.Driver):
         fault.loaded = [block for _, plan, _ in metadata.loads for block in _shim.plan_blocks(plan)]
 
     def _plans(self, _request: Any, _blocks: Any, external_tokens: int) -> None:
-        """The connector is about to plan a load."""
+        """Freezes the process of the fault before the connector plans a load."""
         fault = self._fault
         if external_tokens and fault is not None and fault.frozen:
             os.kill(fault.frozen, signal.SIGSTOP)
@@ -209,7 +209,7 @@ class FailingDriver(engine_driver.Driver):
         raise Failure(fault.kind)
 
     def _go_on(self) -> None:
-        """As vLLM's engine core and its workers, when an expert has them go on."""
+        """Recovers as vLLM's engine core and its workers do after a fault."""
         fault, scheduler = self._last, self._core.scheduler
         assert fault is not None
         scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
@@ -218,7 +218,7 @@ class FailingDriver(engine_driver.Driver):
         if not fault.frozen and torch.cuda.is_available():
             torch.cuda.synchronize()
         WorkerSentinel._clean_worker_state(SimpleNamespace(worker=self._worker))
-        # An output that is refused is older than what is left in the queue; a step that raises is younger.
+        # A refused output is older than the outputs left in the queue; a raising step is younger.
         if fault.kind == "output":
             self._accept()
         if hasattr(EngineCoreSentinel, "_drain_batch_queue"):

@@ -1,4 +1,4 @@
-"""How the GPU tests start vLLM."""
+"""Options of vLLM in the GPU tests."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ SHAPE = models.Shape(
 )
 # 640 KiB a block of the tests' model: 400 blocks, more than three of its longest requests.
 KV_BYTES = 256 << 20
-# Beside an engine that has just been killed, and the sidecar.
+# Room beside an engine that has just been killed, and the sidecar.
 MEMORY_PART = 0.3
 # Few graphs are captured in a few seconds.
 CAPTURE_SIZES = [1, 2, 4, 8, 16, 32]
-# Ranks add up through NCCL alone, point to point: always in the same order, and without NVLink's multicast, which not every
-# machine may use. Read where vLLM is imported, too early for the engine's own settings.
+# Ranks add up through NCCL alone, point to point: always in the same order, and without NVLink's multicast, which some machines
+# forbid. Read where vLLM is imported, too early for the engine's own settings.
 NCCL_ALONE = ("env", "NCCL_NVLS_ENABLE=0", "VLLM_ALLREDUCE_USE_FLASHINFER=0", "VLLM_ALLREDUCE_USE_SYMM_MEM=0")
 
 
@@ -39,9 +39,9 @@ class Mode:
     graphs: bool
     load: Literal["auto", "sync", "async"] = "auto"
     layout: Literal["auto", "none"] = "auto"
-    # Not the sidecar: it sees no GPU.
+    # No sidecar without a GPU can copy.
     copy: Literal["auto", "engine", "sidecar"] = "sidecar"
-    # As many GPUs.
+    # The number of GPUs, too.
     tensor_parallel: int = 1
 
     def __str__(self) -> str:

@@ -1,7 +1,7 @@
 """Sidecar and bare engine killed and frozen in the middle of transfers, hundreds of times: no wrong word.
 
-A round is one fault, at a random moment while blocks are saved and loaded. A killed engine's successor begins with what that
-one had saved, of which any block may have been on its way when it died. `--bare-rounds 200 --seed 1`.
+A round is one fault, at a random moment while blocks are saved and loaded. The successor of a killed engine asks for its saved
+blocks, some still being copied at the kill. `--bare-rounds 200 --seed 1`.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ import pytest
 from testkit import pool_file, sidecar
 
 DRAM = "512MiB"
-# The last moment to strike after news of an engine at work.
+# The longest delay of a strike after a line of a working engine.
 STRIKE_S = 0.05
-# Most freezes are short; some outlast the 2 s after which a rank takes its loads back.
+# Most freezes are short; some are longer than the 2 s after which a rank takes its loads back.
 SHORT_S, LONG_S, LONG_PART = (0.01, 0.3), (2.1, 2.6), 0.1
-# Of 20 rounds. An engine that dies takes its context and connections with it, a sidecar its blocks.
+# The faults of 20 rounds. An engine's death ends its context and connections, a sidecar's death loses its blocks.
 DECK = {"sidecar-kill": 6, "sidecar-freeze": 5, "sidecar-freeze-kill": 2, "engine-freeze": 2, "engine-kill": 4, "both-kill": 1}
-# Keys that a killed engine may have used after its last line.
+# The keys that a killed engine may have used after its last line.
 KEYS_APART = 1_000_000
-# Lines until an engine that was struck must have loaded again.
+# Lines within which an engine must load again after a fault.
 LINES_MAX = 2_000
 
 
 class Pair:
-    """The sidecar and the engine of the moment, and the engine that is to come."""
+    """The current sidecar, the current engine, and the next engine."""
 
     def __init__(self, directory: Path, chance: random.Random) -> None:
         self._directory, self._chance = directory, chance
@@ -46,7 +46,7 @@ class Pair:
         self.engine = self._new_engine()
 
     def play(self, fault: str) -> None:
-        """One round: wait for loads, strike, and wait for loads again."""
+        """Plays one round: waits for loads, strikes, and waits for loads again."""
         self._wait_for_loads()
         time.sleep(self._chance.uniform(0, STRIKE_S))
         self._last = fault
@@ -55,48 +55,48 @@ class Pair:
         self.counts[fault] += 1
 
     def sidecar_kill(self) -> None:
-        """Another one follows, in the same pool file."""
+        """Kills the sidecar; another one starts with the same pool file."""
         self.sidecar.kill()
         self.sidecar = self._new_sidecar()
 
     def sidecar_freeze(self) -> None:
-        """What it had enqueued goes on."""
+        """Freezes the sidecar; its enqueued copies go on."""
         self.sidecar.freeze()
         time.sleep(self._moment())
         self.sidecar.thaw()
 
     def sidecar_freeze_kill(self) -> None:
-        """It never thaws."""
+        """Kills the sidecar after a freeze."""
         self.sidecar.freeze()
         time.sleep(self._moment())
         self.sidecar_kill()
 
     def engine_freeze(self) -> None:
-        """Its GPU goes on."""
+        """Freezes the engine; its GPU goes on."""
         self.engine.signal(signal.SIGSTOP)
         time.sleep(self._moment())
         self.engine.signal(signal.SIGCONT)
 
     def engine_kill(self) -> None:
-        """The next one asks for what it had saved."""
+        """Kills the engine; the next one asks for its saved blocks."""
         self.engine.kill()
         self._add_up()
         self.engine = self._new_engine()
 
     def both_kill(self) -> None:
-        """As when a node's memory runs out."""
+        """Kills both, as when a node's memory runs out."""
         self.engine.kill()
         self._add_up()
         self.sidecar_kill()
         self.engine = self._new_engine()
 
     def finish(self) -> None:
-        """The last engine leaves, its loads ended."""
+        """Ends the last engine with its loads."""
         self.engine.finish()
         self._add_up()
 
     def end(self) -> None:
-        """Whatever is left is gone."""
+        """Kills all processes left."""
         for process in (self.engine, self._next, self.sidecar):
             process.kill()
         self._pool.unlink(missing_ok=True)
@@ -108,7 +108,7 @@ class Pair:
         loaded = self.engine.news()["loaded"]
         for _ in range(LINES_MAX):
             if self.sidecar.ended():
-                # As it does where a batch is stuck behind a closed gate; a pod starts it again.
+                # A sidecar ends itself when a batch is stuck behind a closed gate; a pod would restart it.
                 self.counts[f"ended itself after {self._last}"] += 1
                 self.sidecar = self._new_sidecar()
             if self.engine.found()["loaded"] > loaded:
@@ -138,7 +138,7 @@ class Pair:
 
 
 def faults(rounds: int, chance: random.Random) -> list[str]:
-    """One shuffled deck after another."""
+    """One shuffled list of faults after another."""
     deck = [fault for fault, count in DECK.items() for _ in range(count)]
     decks = [chance.sample(deck, len(deck)) for _ in range(-(-rounds // len(deck)))]
     return [fault for dealt in decks for fault in dealt][:rounds]
@@ -164,7 +164,7 @@ def test_no_word_is_wrong(tmp_path: Path, request: pytest.FixtureRequest) -> Non
 
 
 def test_damage_is_noticed(tmp_path: Path) -> None:
-    """The negative control: one damaged value in every block that the sidecar keeps."""
+    """The negative control: one damaged value in every kept block."""
     with (
         sidecar.serving(tmp_path, DRAM) as keeper,
         bare_process.running(tmp_path / "engine.log", socket=str(keeper.socket)) as engine,
@@ -179,6 +179,6 @@ def test_damage_is_noticed(tmp_path: Path) -> None:
 
 
 def go_on(engine: bare_process.Process) -> None:
-    """Long enough to load many blocks."""
+    """Waits until the engine has loaded many blocks."""
     for _ in range(LINES_MAX):
         engine.found()

@@ -25,7 +25,7 @@ MODES = [
 @pytest.mark.parametrize("family", windows.FAMILIES)
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_groups_of_their_own(mode: Mode, family: str, tmp_path: Path) -> None:
-    """Over a restart; a wrong key in every kept block shows."""
+    """Over a restart; a wrong key in every kept block changes the answers."""
     shape = windows.FAMILIES[family](tmp_path / "model")
     with sidecar.serving(tmp_path, gpu=mode.copy == "sidecar") as keeper:
         options = gpu_options.options(shape, mode, keeper.socket)

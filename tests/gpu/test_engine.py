@@ -1,7 +1,7 @@
 """Real vLLM on a GPU: KV outlives the engine, in eager mode and with CUDA graphs, under both model runners.
 
-Each mode starts two engines: the first is killed when the sidecar has all its blocks, the second answers from them. Tokens
-and logprobs are compared bit for bit with the first one's own local prefix hits, which computed the same batches.
+Each mode starts two engines: the first is killed when the sidecar has all its blocks, the second answers from them. Tokens and
+logprobs are compared bit for bit with the local prefix hits of the first engine, in the same batches.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from testkit import engine, pool_file, prompts, sidecar
 OUTPUT_TOKENS = 8
 BLOCK_BYTES = engine.BLOCK_TOKENS * SHAPE.kv_bytes_per_token()
 SINGLE = prompts.prompt(700, seed=1)
-# One token is left to compute: a step that full graphs replay.
+# One token is left to compute: a step for full graphs.
 WHOLE_BLOCKS = prompts.prompt(64 * engine.BLOCK_TOKENS + 1, seed=2)
 LONG = prompts.prompt(2990, seed=3)
-# With its answer less than a block, so nobody keeps any of it.
+# With its answer less than a block, so none of it is kept.
 UNKEPT = prompts.prompt(engine.BLOCK_TOKENS - OUTPUT_TOKENS, seed=4)
 PROMPTS = {"single": SINGLE, "whole-blocks": WHOLE_BLOCKS, "long": LONG}
 DRAM = "1GiB"
-# Every runner with graphs and without, every way to load, both layouts; engines that copy for themselves, asked to or left
-# no choice; and an engine of two GPUs.
+# Every runner with graphs and without, every way to load, both layouts; engines that copy for themselves, by option or by
+# necessity; and an engine of two GPUs.
 MODES = [
     Mode(1, graphs=False, load="sync"),
     Mode(1, graphs=True, load="auto"),
@@ -46,21 +46,21 @@ LAYOUTS = {"auto": "KV cache layout BLNHC", "none": "KV cache layout LBNHC"}
 
 @dataclasses.dataclass
 class Restarted:
-    """A sidecar, the engine started after the first one was killed, and what the first one answered."""
+    """A sidecar, the engine started after the first one was killed, and the answers of the first one."""
 
     mode: Mode
     directory: Path
     sidecar: sidecar.Sidecar
     engine: engine.Engine
     local: dict[str, dict[str, Any]]
-    # What it answered to `UNKEPT`.
+    # The first engine's answer to `UNKEPT`.
     unkept: dict[str, Any]
-    # Blocks that the first engine filled.
+    # The number of blocks filled by the first engine.
     stored: int
 
     @contextlib.contextmanager
     def hits(self, tokens: int) -> Iterator[None]:
-        """What runs inside takes exactly so many tokens from the sidecar, and their bytes."""
+        """The block takes exactly so many tokens from the sidecar, and their bytes."""
         hits, loaded = self.engine.metrics()["external_hits"], self._loaded_bytes()
         yield
         expected = tokens // engine.BLOCK_TOKENS * BLOCK_BYTES
@@ -72,7 +72,7 @@ class Restarted:
         return self.sidecar.metrics()["pillion_loaded_bytes_total"]
 
     def forget_locally(self) -> None:
-        """Empty the engine's own prefix cache, once its last step has let go of its blocks."""
+        """Empties the engine's own prefix cache, once its last step has freed its blocks."""
         self.sidecar.wait_for(self.engine.reset_prefix_cache, "reset of the engine's own cache")
 
     def ask_from_sidecar(self, tokens: list[int]) -> dict[str, Any]:
@@ -90,7 +90,8 @@ def ask(running: engine.Engine, tokens: list[int]) -> dict[str, Any]:
 def _first_life(
     options: engine.Options, keeper: sidecar.Sidecar, log: Path
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Any], int]:
-    """Of an engine that is killed once everything is saved: its local hits, its answer to `UNKEPT`, the blocks it filled."""
+    """An engine that is killed once all blocks are saved: its local hits, its answer to `UNKEPT`, the number of blocks
+    filled."""
     with engine.running(options, log) as first:
         unkept = ask(first, UNKEPT)
         cold, local = ({name: ask(first, tokens) for name, tokens in PROMPTS.items()} for _ in range(2))
@@ -129,7 +130,7 @@ class TestRestart:
         assert LAYOUTS[restarted.mode.layout] in log
         assert ("in 1 runs" in log) == (restarted.mode.layout == "auto")
         assert "STAYS OUT" not in log
-        # What a sidecar without a GPU answers to an engine that left the choice open.
+        # The sidecar has no GPU, and the engine left the choice open.
         assert ("the engine copies its blocks itself" in log) == (restarted.mode.copy == "auto")
 
     def test_each_block_saved_once(self, restarted: Restarted) -> None:
@@ -137,17 +138,18 @@ class TestRestart:
         assert restarted.sidecar.metrics()["pillion_saved_bytes_total"] == restarted.stored * BLOCK_BYTES
 
     def test_both_engines_round_alike(self, restarted: Restarted) -> None:
-        """Without any KV of the first one. Compiled code need not: then the next tests compare rounding of two processes."""
+        """Compares answers without any KV of the first engine. If compiled code rounds otherwise, the next tests compare the
+        rounding of two processes."""
         again = ask(restarted.engine, UNKEPT)
         assert again["tokens"] == restarted.unkept["tokens"]
         assert again["logprobs"] == restarted.unkept["logprobs"]
 
     @pytest.mark.parametrize("name", list(PROMPTS))
     def test_warm_equals_local_hit(self, restarted: Restarted, name: str) -> None:
-        """Tokens and logprobs of a reloaded prefix, bit for bit, again and again: as this engine has them of what it loaded,
-        once no step waits for it any more, and as the first one had them.
+        """A reloaded prefix gives the same tokens and logprobs, bit for bit, several times: as in this engine's later local
+        hit, and in the first engine.
 
-        These steps may wait cut by cut: those with which the engine was awaited have proven the hooks.
+        These steps may wait cut by cut: the engine's first steps have proven the hooks.
         """
         for _ in range(3):
             warm = restarted.ask_from_sidecar(PROMPTS[name])
@@ -156,7 +158,7 @@ class TestRestart:
                 assert warm["logprobs"] == answer["logprobs"]
 
     def test_requests_together(self, restarted: Restarted) -> None:
-        """Several loads in one step, beside requests that decode: answered, and every block loaded."""
+        """Several loads in one step, beside decoding requests: all are answered, and every block is loaded."""
         restarted.forget_locally()
         with restarted.hits(sum(prompts.hit_tokens(len(tokens)) for tokens in PROMPTS.values())):
             answers = restarted.engine.generate(list(PROMPTS.values()), max_tokens=OUTPUT_TOKENS, space_steps=2)
@@ -172,7 +174,7 @@ class TestRestart:
         assert mended["logprobs"] == restarted.local["single"]["logprobs"]
 
     def test_every_load_ended_well(self, restarted: Restarted) -> None:
-        """Nothing was recomputed, rescued or given up on the way. Last."""
+        """No load failed, was rescued or taken back. Last."""
         assert restarted.sidecar.metrics()["pillion_load_failures_total"] == 0
         for name in ("first.log", "second.log"):
             log = (restarted.directory / name).read_text()

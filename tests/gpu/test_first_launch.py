@@ -1,6 +1,6 @@
-"""A kernel's first launch behind a load: it takes the driver's lock and keeps it until the load has come.
+"""A kernel's first launch behind a load: it holds the driver's lock until the load has ended.
 
-As a program: an engine whose sidecar freezes when it has promised a load, and a first launch behind that load.
+As a program: an engine with a sidecar frozen after its promise of a load, and a first launch behind the load.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from testkit import sidecar
 
-# Kernels that nothing else here launches.
+# Kernels without another launch here.
 UNUSED = ["bessel_j0", "bessel_j1", "bessel_y0", "bessel_y1", "airy_ai", "erfcx", "ndtri", "log_ndtr", "i0e", "i1e", "entr"]
 ROUNDS = 200
 # The watchdog of the rank takes the load back after 2 s and is itself taken for stuck after 30 s.
@@ -40,7 +40,7 @@ def launch_first_behind_loads(names: list[str]) -> None:
 
 @pytest.mark.parametrize("copier", ["engine", "sidecar"])
 def test_first_launches_do_not_hold_up_a_load(tmp_path: Path, copier: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever copies: every load comes, and every word of it is right."""
+    """Every load ends and every word of it is right, whichever side copies."""
     monkeypatch.setattr(bare_rank.Rank, "_check", bare_rank.Rank._check)
     names = list(UNUSED[:5] if copier == "engine" else UNUSED[5:])
     with sidecar.serving(tmp_path, "1GiB", gpu=copier == "sidecar") as keeper:
@@ -55,7 +55,7 @@ def test_first_launches_do_not_hold_up_a_load(tmp_path: Path, copier: str, monke
 
 
 def test_a_first_launch_behind_a_dead_promise_ends_within_a_minute(tmp_path: Path) -> None:
-    """The load is rescued, or the worker ends loudly; what it must not do is hang."""
+    """The load is rescued, or the worker ends with an error; it must not hang."""
     with sidecar.serving(tmp_path, "1GiB") as keeper:
         command = [sys.executable, __file__, str(keeper.socket), str(keeper.pid)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -79,7 +79,7 @@ class Promised:
         return getattr(self._session, name)
 
     def load(self, *arguments: Any) -> list[bytes]:
-        """The last call that comes here."""
+        """Freezes the sidecar before the load, and puts the real session back."""
         os.kill(self._keeper, signal.SIGSTOP)
         print("promised", flush=True)
         self._engine._scheduler = self._session

@@ -1,8 +1,8 @@
 """Sidecar and engine killed and frozen in the middle of transfers: every token stays right, no request is lost.
 
-`--rounds 20 --first 1` says which rounds of the seed are played: 21 to 40 are `--first 21`. Ten rounds, or `--life`, are one
-engine's life, the last is its death. vLLM's batch-invariant kernels make answers independent of what else runs, so that every
-answer under faults can be compared with the undisturbed one.
+`--rounds 20 --first 1` plays rounds 1 to 20 of the seed: 21 to 40 are `--first 21`. Ten rounds, or `--life`, are one engine's
+life, and the last is its death. With vLLM's batch-invariant kernels an answer does not depend on other requests, so every
+answer under faults is compared with the undisturbed one.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ KV_BLOCKS = 130
 BATCHED_TOKENS = 2048
 # The prompts and their answers have 370 blocks, 230 MiB: the sidecar evicts.
 DRAM = "192MiB"
-# 15 to 40 MiB a load, some of which is being copied whenever something strikes.
+# 15 to 40 MiB a load: at every fault some are being copied.
 PREFIX_BLOCKS = (24, 32, 40, 48, 56, 64)
-# Prompts whose answers differ without any fault are left out, a few times if need be.
+# Prompts with differing answers without a fault are left out, in so many tries.
 STEADY_TRIES = 4
 SHAPE: faults.Shape = "processes"
-# A sidecar that thaws with a batch stuck for good ends itself within a second.
+# A thawed sidecar with a permanently stuck batch ends itself within a second.
 THAWED_S = 1.5
 
 
 def plan(first: int, rounds: int, seed: int, of_a_life: int = faults.ROUNDS_OF_A_LIFE) -> list[faults.Life]:
-    """Lives of so many rounds, each dealt from its own number, so that any of them can be played alone."""
+    """Lives of so many rounds, each drawn from its own number, so each can be played alone."""
     lives = []
     last = first + rounds - 1
     for number in range((first - 1) // of_a_life, (last - 1) // of_a_life + 1):
@@ -85,7 +85,7 @@ class GpuCampaign(campaign.Campaign):
     def _strike(self, fault: faults.Fault, life: faults.Life, running: engine.Engine, asking: load.Load) -> figures.Span:
         self._thawed = fault == "sidecar-freeze"
         span = super()._strike(fault, life, running, asking)
-        # So that a run that is cut off has shown something too.
+        # A run that is cut off has then shown results, too.
         wrong = sum(request.wrong_tokens + request.wrong_logprobs for request in asking.answered)
         campaign.say(f"{len(asking.answered)} answers compared so far, {wrong} wrong tokens and logprobs")
         return span
@@ -112,7 +112,7 @@ class GpuCampaign(campaign.Campaign):
         self._undisturbed[SHAPE] = campaign.Undisturbed(waits, added, figures.Stalls([], []))
 
     def _steady(self, running: engine.Engine) -> load.Load:
-        """A load without faults, in which no answer differs."""
+        """A load without faults and without a differing answer."""
         for _ in range(STEADY_TRIES):
             asking = load.Load(self._right, self._chance.randrange(1 << 30))
             asking.start(running)
@@ -149,12 +149,12 @@ def test_no_fault_is_noticed(chaos: GpuCampaign, request: pytest.FixtureRequest)
 
 
 def test_damage_is_noticed(chaos: GpuCampaign) -> None:
-    """The negative control: one wrong K value in every block that the sidecar keeps shows in tokens."""
+    """The negative control: one wrong K value in every kept block changes tokens."""
     assert chaos.run_damaged(SHAPE).wrong_tokens > 0
 
 
 def test_rounds_can_be_played_in_parts() -> None:
-    """What strikes in a round does not depend on where a run begins."""
+    """A round's fault does not depend on the first round of a run."""
     whole = [fault for life in plan(1, 40, 7) for fault in life.faults]
     parts = [fault for first in (1, 8, 15, 22, 29, 36) for life in plan(first, min(7, 41 - first), 7) for fault in life.faults]
     assert len(whole) == 40

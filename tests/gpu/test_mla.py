@@ -16,7 +16,7 @@ from gpu_options import Mode
 
 from testkit import engine, pool_file, prompts, random_model, sidecar
 
-# All of vLLM's MLA backends take it.
+# A block size for all of vLLM's MLA backends.
 BLOCK_TOKENS = 64
 BLOCK_BYTES = BLOCK_TOKENS * random_model.latent_bytes_per_token(random_model.DEEPSEEK_V3)
 OUTPUT_TOKENS = 8

@@ -37,7 +37,7 @@ def options(model: Path, keeper: sidecar.Sidecar, other: dict[str, Any], card: i
 
 
 def ask(running: engine.Engine, tokens: list[int], max_tokens: int, transfer: dict[str, Any] | None) -> dict[str, Any]:
-    """One request alone, with a router's word; its answer."""
+    """The answer to one request alone, with a router's parameters."""
     running.ask(0, tokens, max_tokens, logprobs=5, transfer=transfer)
     [answer] = running.answered(ANSWER_WATCHDOG_S)
     return answer

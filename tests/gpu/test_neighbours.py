@@ -1,7 +1,8 @@
-"""What an engine that serves notices of others on its GPU: of two with 200 GB of loads waiting, and of one that goes wrong.
+"""The effect of other engines on a serving engine of the same GPU: of two with 200 GB of loads waiting, and of one with a
+fault.
 
-`python3 tests/gpu tests/gpu/test_neighbours.py`. Every part says in a JSON line what it measured; the last one has the longest
-added wait. A part that fails says why, and the others are played all the same.
+`python3 tests/gpu tests/gpu/test_neighbours.py`. Every part prints a JSON line with its figures; the last line has the longest
+added wait. A part that fails prints the reason, and the others are played.
 """
 
 from __future__ import annotations
@@ -26,28 +27,29 @@ import pytest
 from testkit import engine, model, prompts, sidecar
 from testkit.waiting import Failed, wait_for
 
-# The whole test, so that a machine that is lent for some minutes hears of all parts.
+# The limit of the whole test: all parts fit into a machine's few minutes.
 WATCHDOG_S = 225
 PART_S = 60
-# First tokens beside the backlog, by those alone. A prompt of 10,240 tokens loads 205 MB, which take a third of the link.
+# The largest ratio of first tokens beside the backlog to those alone. A prompt of 10,240 tokens loads 205 MB, which take a
+# third of the link.
 COLD, SHORT, LONG = "cold", "warm", "warm_long"
 RATIO_MAX = {COLD: 1.3, SHORT: 1.3, LONG: 3.3}
-# By which the 99th percentile of the gaps between tokens may move.
+# The largest growth of the 99th percentile of the gaps between tokens.
 GAP_MS_MAX = 50.0
 FROZEN_S = 3.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """How much of it."""
+    """Sizes and counts of the test."""
 
     # The GPU of the floods; -1: host memory.
     device: int = 0
     floods: int = 2
-    # Of each flood; in a fault's part the second.
+    # Bytes of each flood's backlog; in a fault's part of the one flood.
     queued_bytes: int = 100_000_000_000
     fault_bytes: int = 20_000_000_000
-    # Of one load, 157 MB.
+    # Blocks of one load, 157 MB.
     flood_blocks: int = 240
     short_tokens: int = 1_024
     long_tokens: int = 10_240
@@ -57,7 +59,7 @@ class Scale:
 
 
 class Parts:
-    """What was measured so far, and what failed."""
+    """The figures and the failures so far."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
@@ -66,23 +68,23 @@ class Parts:
         self.told: dict[str, Any] = {}
 
     def say(self, text: str) -> None:
-        """Progress."""
+        """Prints progress."""
         print(f"[{time.monotonic() - self._began:5.1f} s] {text}", flush=True)
 
     def tell(self, part: str, **found: Any) -> None:
-        """What a part has measured."""
+        """Prints the figures of a part."""
         self.told[part] = found
         print(json.dumps({"part": part, **found}), flush=True)
 
     def check(self, holds: bool, what: str) -> None:
-        """Notes what does not hold, and goes on."""
+        """Notes a condition that does not hold, and goes on."""
         if not holds:
             self.failures.append(what)
             self.say(f"FAILED: {what}")
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """A part, whose failure is told and ends no other."""
+        """A part: its failure is printed and ends no other part."""
         self.say(f"begin: {name}")
         try:
             yield
@@ -95,7 +97,7 @@ class Parts:
         self.say(f"end: {name}")
 
     def line(self) -> str:
-        """All of it."""
+        """All figures as one JSON line."""
         longest = max(self.added_ms, default=0.0)
         summary = {"test": "neighbours", "longest_added_wait_ms": round(longest, 1), "failures": self.failures}
         return json.dumps(summary | {"parts": self.told})
@@ -106,11 +108,11 @@ class Overdue(BaseException):
 
 
 class NoHit(Failed):
-    """A prompt that the sidecar does not give, or not yet."""
+    """A prompt without a full hit from the sidecar."""
 
 
 class Neighbour:
-    """The engine that serves, and the sidecar of the moment."""
+    """The serving engine and the current sidecar."""
 
     def __init__(self, directory: Path, scale: Scale, parts: Parts) -> None:
         self._directory, self._scale, self._parts = directory, scale, parts
@@ -124,7 +126,7 @@ class Neighbour:
         self.long = [prompts.prompt(scale.long_tokens + 1, seed=100 + number) for number in range(scale.samples)]
 
     def restart_sidecar(self) -> bool:
-        """Another one in the same pool file, where it has ended; whether it had."""
+        """Starts another sidecar with the same pool file if the current one has ended; returns whether it had."""
         if not self.keeper.ended():
             return False
         self.keeper.kill()
@@ -132,20 +134,20 @@ class Neighbour:
         return True
 
     def end(self) -> None:
-        """Whatever is left is gone."""
+        """Kills the engine and the sidecar."""
         if self.engine is not None:
             self.engine.kill()
         self.keeper.kill()
         self._pool.unlink(missing_ok=True)
 
     def cold(self) -> float:
-        """Milliseconds to the first token of a prompt that nobody has asked for."""
+        """Milliseconds to the first token of a new prompt."""
         self._seed += 1
         prompt = prompts.prompt(self._scale.short_tokens + 1, seed=self._seed)
         return self._ms(self._ask(prompt, 1))
 
     def warm(self, prompt: list[int]) -> float:
-        """The same of a prompt whose blocks the sidecar has; its tokens must be those of the first time."""
+        """The same for a prompt with blocks in the sidecar; its tokens must be those of the first time."""
         answer = self._ask(prompt, 8)
         cached, expected = answer["cached_tokens"], prompts.hit_tokens(len(prompt))
         if cached != expected:
@@ -156,7 +158,7 @@ class Neighbour:
         return self._ms(answer)
 
     def keep(self) -> None:
-        """Until the sidecar gives all of every prompt."""
+        """Asks every prompt until the sidecar gives all of its blocks."""
 
         def kept() -> bool:
             self.forget()
@@ -169,12 +171,12 @@ class Neighbour:
         wait_for(kept, "hits of the whole prompts", PART_S, 0.2)
 
     def forget(self) -> None:
-        """Empties the engine's own cache; its ranks have stated their weights again when the next request comes."""
+        """Empties the engine's own cache; the ranks have stated their weights again by the next request."""
         wait_for(self._engine().reset_prefix_cache, "reset of the engine's own cache", PART_S)
         self.cold()
 
     def first_tokens(self) -> dict[str, list[float]]:
-        """Milliseconds, in turns, every warm prompt from the sidecar."""
+        """Milliseconds to first tokens, in turns; every warm prompt is loaded from the sidecar."""
         self.forget()
         hits = self._engine().metrics()["external_hits"]
         found: dict[str, list[float]] = {COLD: [], SHORT: [], LONG: []}
@@ -189,11 +191,11 @@ class Neighbour:
         return found
 
     def begin_decode(self) -> None:
-        """A request whose tokens come one by one."""
+        """Begins a request that decodes token by token."""
         self._engine().ask(1, prompts.prompt(33, seed=3), self._scale.gaps + 1)
 
     def end_decode(self) -> tuple[list[float], list[int]]:
-        """Milliseconds between its tokens, and these."""
+        """Milliseconds between its tokens, and the tokens."""
         deadline = time.monotonic() + PART_S
         while time.monotonic() < deadline:
             for answer in self._engine().answered(1.0):
@@ -225,18 +227,18 @@ class Neighbour:
 
 
 def pinned(keeper: sidecar.Sidecar) -> bool:
-    """Whether GPUs reach all of the pool."""
+    """True if GPUs reach all of the pool."""
     metrics = keeper.metrics()
     return metrics["pillion_pool_pinned_bytes"] >= metrics["pillion_pool_bytes"]
 
 
 def p99(values: list[float]) -> float:
-    """The value that one in a hundred is above."""
+    """The 99th percentile: one value in a hundred is above it."""
     return sorted(values)[min(len(values) - 1, len(values) * 99 // 100)]
 
 
 def rounded(values: dict[str, Any]) -> dict[str, Any]:
-    """For a line."""
+    """The values rounded for a line."""
     return {name: round(value, 2) if isinstance(value, float) else value for name, value in values.items()}
 
 
@@ -252,8 +254,8 @@ class Play:
         self._side = Neighbour(directory, scale, parts)
 
     def run(self, options: Callable[[Path], engine.Options]) -> None:
-        """All of them."""
-        # They import torch while the engine starts.
+        """Plays all parts."""
+        # The floods import torch while the engine starts.
         for _ in range(self._scale.floods + len(FAULTS)):
             self._floods.append(bare_flood.Flood(self._directory / f"flood-{len(self._floods)}.log"))
         self._parts.say("the engine starts")
@@ -273,7 +275,7 @@ class Play:
         self._parts.check(not self._side.keeper.ended(), "the sidecar has ended")
 
     def end(self) -> None:
-        """Whatever is left is gone."""
+        """Ends the floods and the engine."""
         for flood in self._floods:
             flood.close()
         self._side.end()
@@ -281,7 +283,7 @@ class Play:
     def _measure_alone(self) -> None:
         self._side.keep()
         self._alone = self._side.first_tokens()
-        # The first one finds kernels to be compiled.
+        # The first one waits for kernels to be compiled.
         for _ in range(2):
             self._side.begin_decode()
             self._gaps, self._tokens = self._side.end_decode()
@@ -290,7 +292,7 @@ class Play:
         self._parts.tell("alone", first_token_ms=rounded(first), **rounded(gaps))
 
     def _start(self, flood: bare_flood.Flood, namespace: str, queued_bytes: int) -> None:
-        # Bytes that the engine's KV cannot have, in a namespace of their own.
+        # A namespace of its own: its blocks never hit for the engine.
         role = {"socket": str(self._side.keeper.socket), "namespace": namespace, "device": self._scale.device}
         flood.start(**role, blocks=self._scale.flood_blocks, queued_bytes=queued_bytes)
 
@@ -332,7 +334,7 @@ class Play:
             check(ratio <= RATIO_MAX[name], f"backlog: first token of {name} {ratio:.2f} times of alone")
 
     def _fault(self, fault: str, flood: bare_flood.Flood) -> None:
-        """The fault strikes a flood while the neighbour's tokens come."""
+        """The fault strikes a flood while the serving engine decodes."""
         self._start(flood, fault, self._scale.fault_bytes)
         flood.wait_until(lambda found: found["loads"] > 3, "loads", PART_S)
         self._side.begin_decode()
@@ -343,7 +345,7 @@ class Play:
         finally:
             flood.signal(signal.SIGCONT)
         if fault == "gate":
-            # It struck: its loads were finished by the engine itself.
+            # The gate was closed: the flood's rank finished its loads itself.
             flood.wait_until(lambda found: found["rescues"] > 0, "rescue", PART_S)
         warm_ms, ended = self._warm_again()
         if fault == "frozen" and not ended:
@@ -353,7 +355,7 @@ class Play:
         self._parts.added_ms.append(max(gaps) - statistics.median(self._gaps))
         found = {"gap_p99_ms": p99(gaps), "gap_max_ms": max(gaps), "p99_moved_ms": moved, "warm_ms": warm_ms}
         if fault == "gate" and self._scale.device >= 0 and not ended:
-            # Its copies stay where they are as long as its process lives, and pass once that has ended.
+            # The flood's rank stays parked, without service, until its process ends.
             self._parked(1)
             flood.kill()
             self._parked(0)
@@ -367,7 +369,8 @@ class Play:
         keeper.wait_for(lambda: keeper.metrics()["pillion_parked_ranks"] == ranks, f"{ranks} parked ranks", PART_S)
 
     def _warm_again(self) -> tuple[float, bool]:
-        """The first token of a warm prompt, once the engine is with a sidecar again, and whether that is another one."""
+        """Milliseconds to the first token of a warm prompt, once the engine has a sidecar again, and whether that is another
+        one."""
         found: list[float] = []
         restarts: list[bool] = []
 
@@ -387,7 +390,7 @@ def _freeze(flood: bare_flood.Flood) -> None:
     time.sleep(FROZEN_S)
 
 
-# What goes wrong with one engine.
+# The faults of one flood.
 FAULTS: dict[str, Callable[[bare_flood.Flood], None]] = {
     "gate": bare_flood.Flood.close_gates,
     "frozen": _freeze,
@@ -401,7 +404,7 @@ def _rate(old: dict[str, Any], new: dict[str, Any]) -> float:
 
 @contextlib.contextmanager
 def watchdog(seconds: int) -> Iterator[None]:
-    """Ends whatever the test waits for."""
+    """Ends the block with an error after so many seconds."""
 
     def overdue(number: int, frame: FrameType | None) -> None:
         raise Overdue(f"the test took more than {seconds} s")
@@ -416,7 +419,7 @@ def watchdog(seconds: int) -> Iterator[None]:
 
 
 def play(directory: Path, scale: Scale, options: Callable[[Path], engine.Options]) -> Parts:
-    """All parts, as far as they come."""
+    """Plays all parts until one cannot go on."""
     parts = Parts()
     played: list[Play] = []
     try:
@@ -434,7 +437,7 @@ def play(directory: Path, scale: Scale, options: Callable[[Path], engine.Options
 
 
 def test_neighbours_notice_little(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """No death, no load taken back while bytes move, right bytes, and waits within the limits above."""
+    """No process dies, no load is taken back while bytes move, all bytes are right, and waits stay within the limits above."""
     shape = dataclasses.replace(gpu_options.SHAPE, max_position=16_384)
     written = model.write(tmp_path / "model", shape)
     mode = gpu_options.Mode(request.config.getoption("--runner"), request.config.getoption("--graphs"))
@@ -444,6 +447,6 @@ def test_neighbours_notice_little(tmp_path: Path, request: pytest.FixtureRequest
 
 
 def test_percentiles() -> None:
-    """Of 500 gaps, five may be longer."""
+    """With five of 500 gaps longer, the 99th percentile is still short."""
     assert p99([1.0] * 495 + [9.0] * 5) == 9.0
     assert p99([1.0] * 496 + [9.0] * 4) == 1.0

@@ -1,7 +1,7 @@
 """Copies are ordered against compute: thousands of steps, every loaded word compared.
 
-`PILLION_TEST_NO_FENCES=1` stores the fences without waiting for the work: the first tests must fail then, and the last one
-shows that they would.
+`PILLION_TEST_NO_FENCES=1` stores the fences without waiting for the work: the first tests must fail then, and the last ones
+prove it.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ ROUNDS = int(os.environ.get("PILLION_TEST_ROUNDS", "2000"))
 SEED = int(os.environ.get("PILLION_TEST_SEED", "1"))
 FENCED = os.environ.get("PILLION_TEST_NO_FENCES") != "1"
 CONTROL_ROUNDS = 300
-# Of an engine that copies for itself: half a gigabyte of new blocks a second.
+# The step of an engine that copies for itself: half a gigabyte of new blocks a second.
 ENGINE_STEP_S = 0.006
-# Less than the run saves, so it evicts; three times what it may ask for again.
+# Less than the run saves, so it evicts; three times the blocks of prompts that may be asked again.
 DRAM = "1GiB"
 
 
 def run(
     directory: Path, block_outermost: bool, fenced: bool, rounds: int, copier: str = "sidecar"
 ) -> tuple[Found, dict[str, int]]:
-    """One engine's life; where it copies for itself, beside a sidecar that sees no GPU."""
+    """One engine's run; with its own copies beside a sidecar without a GPU."""
     with sidecar.serving(directory, DRAM, gpu=copier == "sidecar") as keeper:
         step_s = ENGINE_STEP_S if copier == "engine" else 0.0
         options = bare_engine.Options(keeper.socket, SEED, block_outermost, fenced, copier=copier, step_s=step_s)
@@ -44,7 +44,7 @@ def run(
 def hand_over(
     directory: Path, block_outermost: bool, fenced: bool, rounds: int
 ) -> tuple[Found, bare_pair.Reader, dict[str, int]]:
-    """Prompts that one engine writes and another awaits, on one GPU."""
+    """Prompts written by one engine and awaited by another, on one GPU."""
     with sidecar.serving(directory, DRAM) as keeper:
         writer = bare_pair.Writer(bare_engine.Options(keeper.socket, SEED, block_outermost, fenced))
         reader = bare_pair.Reader(bare_engine.Options(keeper.socket, SEED + 1, block_outermost, part_blocks=2))
@@ -65,7 +65,7 @@ def hand_over(
 
 @pytest.mark.parametrize("block_outermost", [True, False], ids=["one-run", "a-run-per-layer"])
 def test_every_word_that_is_handed_over_is_right(tmp_path: Path, block_outermost: bool) -> None:
-    """Both engines at once, in parts; the one that writes needs its blocks again right after its step."""
+    """Both engines at once, in parts; the writer needs its blocks again right after its step."""
     found, reader, metrics = hand_over(tmp_path, block_outermost, FENCED, ROUNDS)
     lost = metrics["pillion_handover_lost_total"]
     print(
@@ -91,14 +91,14 @@ def test_every_loaded_word_is_right(tmp_path: Path, block_outermost: bool, copie
 
 
 def test_without_fences_it_would_fail(tmp_path: Path) -> None:
-    """The negative control: sidecar and engine get their way, nobody waits for the GPU."""
+    """The negative control: sidecar and engine do not wait for the GPU."""
     found, _ = run(tmp_path, True, False, CONTROL_ROUNDS)
     print(f"without fences: {found}", flush=True)
     assert found.wrong_words > 0
 
 
 def test_without_fences_a_hand_over_would_be_wrong(tmp_path: Path) -> None:
-    """As above: what is handed over was not written yet."""
+    """The negative control: blocks are handed over before they are written."""
     found, _, _ = hand_over(tmp_path, True, False, CONTROL_ROUNDS)
     print(f"without fences: {found}", flush=True)
     assert found.wrong_words > 0

@@ -1,7 +1,7 @@
 """KV with a scale for each token and head, under Triton attention: a restarted engine's very first request is a hit, and right.
 
-vLLM sets the scales of all blocks to 1 when it first computes a layer. Its own start does so in all of these modes; the
-connector has it done before anything is loaded, so that no other start can lose what was loaded.
+vLLM sets the scales of all blocks to 1 when it first computes a layer. Its own start does so in all of these modes. The
+connector has it done before the first load, so no start can overwrite loaded scales.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gpu_options import Mode
 from testkit import engine, prompts, sidecar
 
 OUTPUT_TOKENS = 8
-# The first is the one that the restarted engine is asked first.
+# The first is also the restarted engine's first prompt.
 PROMPTS = [prompts.prompt(700, seed=11), prompts.prompt(64 * engine.BLOCK_TOKENS + 1, seed=12)]
 CASES = [
     ("fp8_per_token_head", Mode(1, graphs=False, load="sync")),
@@ -33,7 +33,7 @@ CASES = [
 
 @dataclasses.dataclass
 class Kept:
-    """A sidecar with what an engine saved before it was killed, and that engine's own local hits."""
+    """A sidecar with the blocks of a killed engine, and that engine's own local hits."""
 
     mode: Mode
     directory: Path
@@ -49,7 +49,7 @@ def ask(running: engine.Engine, tokens: list[int]) -> dict[str, Any]:
 
 @pytest.fixture(scope="class", params=CASES, ids=lambda case: f"{case[0]}-{case[1]}")
 def kept(request: pytest.FixtureRequest, gpu_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
-    """The first engine's life."""
+    """The sidecar after the first engine."""
     quantization, mode = request.param
     directory = tmp_path_factory.mktemp("per-token-head")
     with sidecar.serving(directory, "1GiB") as keeper:
@@ -67,7 +67,7 @@ def kept(request: pytest.FixtureRequest, gpu_model: Path, tmp_path_factory: pyte
 
 
 def ask_whole_hit(running: engine.Engine, tokens: list[int]) -> dict[str, Any]:
-    """One prompt, all of which the sidecar has and the engine has not."""
+    """The answer to a prompt that is loaded from the sidecar alone."""
     before = running.metrics()["external_hits"]
     answer = ask(running, tokens)
     assert running.metrics()["external_hits"] - before == prompts.hit_tokens(len(tokens))
@@ -76,7 +76,7 @@ def ask_whole_hit(running: engine.Engine, tokens: list[int]) -> dict[str, Any]:
 
 @pytest.mark.supports("per-token-head")
 class TestPerTokenHead:
-    """In this order: the control's answer may save blocks behind its wrong tokens."""
+    """The tests of one case, in this order: the control's answer may save blocks behind its wrong tokens."""
 
     def test_the_first_request_and_later_ones(self, kept: Kept) -> None:
         """Tokens and logprobs as by the first engine's local hits, bit for bit."""

@@ -1,6 +1,6 @@
-"""Engines in processes of their own: process 1 of a container, several ranks, several GPUs, a GPU whose memory is taken.
+"""Engines in processes of their own: process 1 of a container, several ranks, several GPUs, a GPU with its memory taken.
 
-Each is a bare engine that compares every word it loads.
+Each is a bare engine that compares every loaded word.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import torch
 from testkit import sidecar
 
 DRAM = "512MiB"
-# Lines of an engine that is let go on for a while; it loads some hundred blocks meanwhile.
+# Lines of an engine until a test goes on; it loads some hundred blocks meanwhile.
 LINES = 15
 LOADED_BLOCKS_MIN = 100
-# A process namespace of its own, as a container has: what runs in it is process 1 there, and ends with `unshare`.
+# A process namespace of its own, as a container has: the command is process 1 there, and ends with `unshare`.
 CONTAINER = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 MEMORY_PART = 0.9
-# Keys that a killed engine may have used after its last line.
+# The keys that a killed engine may have used after its last line.
 KEYS_APART = 1_000_000
 
 
 def go_on(process: bare_process.Process) -> None:
-    """Let it load for a while."""
+    """Waits until it has loaded blocks for a while."""
     for _ in range(LINES):
         process.found()
     while process.found()["loaded"] < LOADED_BLOCKS_MIN:
@@ -35,7 +35,7 @@ def go_on(process: bare_process.Process) -> None:
 
 
 def number_inside(pid: int) -> int:
-    """The process's number in its own namespace: of the first process below `unshare`."""
+    """The number in its own namespace of the first process below `unshare`."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     status = Path(f"/proc/{children[0]}/status").read_text()
     return int(status.partition("NSpid:")[2].splitlines()[0].split()[-1])
@@ -79,7 +79,8 @@ def test_every_rank_gets_its_own_shards(tmp_path: Path, devices: tuple[int, int]
 
 
 def test_a_killed_engine_gives_its_memory_back(tmp_path: Path) -> None:
-    """Although the sidecar has it open: the next engine gets the same part of the GPU, and finds what the first one saved."""
+    """Although the sidecar has the memory open, the next engine gets the same part of the GPU, and finds the blocks of the
+    first one."""
     with sidecar.serving(tmp_path, DRAM) as keeper:
         spare = bare_process.Process(tmp_path / "second.log")
         try:
@@ -90,7 +91,7 @@ def test_a_killed_engine_gives_its_memory_back(tmp_path: Path) -> None:
             kept = {"prompts": first.last["prompts"], "next_key": first.last["next_key"] + KEYS_APART}
             spare.start(socket=str(keeper.socket), memory_part=MEMORY_PART, **kept)
             spare.found()
-            # It waits for room for a few seconds at most, and ends without.
+            # The next engine waits for room for a few seconds at most, and ends without it.
             print(f"{MEMORY_PART:.0%} of the GPU: taken again {time.monotonic() - killed:.2f} s after the kill", flush=True)
             go_on(spare)
             assert spare.finish()["inherited"] > 0

@@ -1,6 +1,6 @@
-"""vLLM's sleep mode on a GPU: its KV memory goes and comes back; what is kept hits again, and nothing of the lost memory does.
+"""vLLM's sleep mode on a GPU: its KV memory is freed and allocated again; kept blocks hit again, and no lost block does.
 
-Sleep mode's memory cannot be shown to another process, so the engine copies for itself. vLLM 0.33 says when that must end.
+Sleep mode's memory cannot be shared with another process, so the engine copies for itself. vLLM 0.33 says when that must end.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PROMPT = prompts.prompt(2990, seed=21)
 HIT = prompts.hit_tokens(len(PROMPT))
 # Prompts with saves under way at the sleep.
 LATE = [prompts.prompt(1500, seed=seed) for seed in (22, 23, 24)]
-# Other rounding moves a logprob by less, other KV by more.
+# The limit of logprobs: other rounding moves one by less, other KV by more.
 NEAR = 0.1
 MODES = [Mode(1, graphs=False, copy="auto"), Mode(2, graphs=True, copy="auto")]
 
@@ -45,7 +45,7 @@ class Asleep:
         return answer
 
     def expect_hit(self) -> None:
-        """The prompt comes from the sidecar alone. The answer is that of the engine's own hit, bit for bit."""
+        """The prompt comes from the sidecar alone. The answer equals the engine's own hit, bit for bit."""
         answer = self.ask(HIT)
         assert answer["cached_tokens"] == HIT
         assert (answer["tokens"], answer["logprobs"]) == (self.local["tokens"], self.local["logprobs"])
@@ -71,7 +71,7 @@ def asleep(request: pytest.FixtureRequest, gpu_model: Path, tmp_path_factory: py
 
 @pytest.mark.supports("sleep")
 class TestSleep:
-    """In this order."""
+    """The tests of one mode, in this order."""
 
     def test_the_engine_copies(self, asleep: Asleep) -> None:
         """The sidecar cannot reach the memory."""
@@ -79,7 +79,7 @@ class TestSleep:
         assert "the engine copies its blocks itself" in log and "STAYS OUT" not in log
 
     def test_what_is_kept_hits_after_a_sleep(self, asleep: Asleep) -> None:
-        """Twice: the memory goes and comes back as often as it likes."""
+        """The prompt hits after each of two sleeps."""
         for _ in range(2):
             asleep.engine.sleep(1)
             asleep.engine.wake_up()
@@ -99,7 +99,7 @@ class TestSleep:
         for answers in (again, first_logprobs()):
             for answer, wanted in zip(answers, right, strict=True):
                 both = answer.keys() & wanted.keys()
-                # Hits of other lengths are other step sizes, and round otherwise.
+                # Hits of other lengths have other step sizes, and round otherwise.
                 assert both and all(abs(answer[token] - wanted[token]) < NEAR for token in both)
 
     def test_without_its_weights_it_finds_nothing(self, asleep: Asleep) -> None:

@@ -1,10 +1,9 @@
-"""Steps that raise, are skipped or are refused in a real vLLM engine on a GPU: nothing that they left is kept or loaded.
+"""Steps that raise, are skipped or are refused in a real vLLM engine on a GPU: none of their blocks is kept or loaded.
 
-One engine has a step of each kind fail in the middle of a prompt, goes on and saves other prompts. It leaves blocks in its own
-prefix cache that hold something else than vLLM says. Another engine then asks for all prompts. Its answers, tokens and log
-probabilities bit for bit, are those of an engine without Pillion, and what the sidecar keeps is bit for bit what an engine
-keeps none of whose steps fails. A second sidecar is the negative control: its engine is told that vLLM took the outputs of
-the failed steps.
+One engine has a step of each kind fail in the middle of a prompt, goes on and saves other prompts. Its own prefix cache then
+has blocks with other KV than vLLM believes. Another engine asks for all prompts. Its tokens and log probabilities are, bit for
+bit, those of an engine without Pillion, and the kept blocks are, bit for bit, those of an engine without a failed step. A
+second sidecar is the negative control: its engine is told that vLLM took the outputs of the failed steps.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from testkit.child import python_path
 
 HERE = Path(__file__).resolve().parent
 OUTPUT_TOKENS = 8
-# A prompt has several steps, of which the second fails: a hit that ends before that step is followed by steps of the same
-# sizes as in an engine that computes the whole prompt.
+# A prompt has several steps, and the second fails: after a hit that ends before it, steps have the sizes of those in an engine
+# that computes the whole prompt.
 BATCHED_TOKENS = 1024
 KINDS = ("layer", "output", "prepare")
 FAILING = {kind: prompts.prompt(2990, seed=100 + number) for number, kind in enumerate(KINDS)}
-# What is computed upon the blocks that a failed step left.
+# Prompts computed upon the blocks of a failed step.
 LONGER = {kind: tokens + prompts.prompt(300, seed=200 + number) for number, (kind, tokens) in enumerate(FAILING.items())}
 HEALTHY = {
     kind: [prompts.prompt(tokens, seed=300 + 10 * number + tokens) for tokens in (700, 1500, 2990)]
@@ -44,13 +43,13 @@ LOADED = [prompts.prompt(3900, seed=400 + number) for number in range(4)]
 FRESH = [prompts.prompt(2990, seed=500 + number) for number in range(4)]
 WARM_UPS = [prompts.prompt(2990, seed=600 + number) for number in range(4)]
 ALL_HEALTHY = [tokens for of_a_kind in HEALTHY.values() for tokens in of_a_kind] + LOADED
-# The sidecar stands still so long before it begins a copy: until another prompt has been computed in part, or as a whole.
+# The length of the sidecar's freeze before a copy: until another prompt has been computed in part, or as a whole.
 FROZEN_S = 0.06
-# So that a prompt is computed while the sidecar stands still.
+# Short, so a prompt is computed while the sidecar is frozen.
 QUERY_US = 5_000
 TRIES = 5
 HIT_SHARE_MIN = 0.95
-# What an engine's log says of failed steps.
+# The log line of failed steps.
 PASSED_OVER = "vLLM did not take the output of"
 DRAM = "3GiB"
 QUIET_S = 1.0
@@ -67,7 +66,7 @@ def _options(model: Path, mode: Mode, keeper: sidecar.Sidecar | None, **more: An
 
 
 def _in_turns(options: engine.Options) -> engine.Options:
-    """One step after the other: what an aborted request held may be given to the next step."""
+    """Options for one step after the other: the next step may get the blocks of an aborted request."""
     return dataclasses.replace(options, arguments=options.arguments | {"async_scheduling": False})
 
 
@@ -77,7 +76,7 @@ def ask(running: engine.Engine, tokens: list[int]) -> Answer:
 
 
 def same(first: Answer, second: Answer) -> bool:
-    """Whether both have the same tokens and log probabilities."""
+    """True if both have the same tokens and log probabilities."""
     return bool(first["tokens"] == second["tokens"] and first["logprobs"] == second["logprobs"])
 
 
@@ -90,7 +89,7 @@ def _forget(running: engine.Engine) -> None:
 
 
 def _wait_quiet(keeper: sidecar.Sidecar) -> None:
-    """Waits until nothing more is saved."""
+    """Waits until no save is left."""
     last, since = -1, time.monotonic()
     while time.monotonic() - since < QUIET_S:
         saved = keeper.metrics()["pillion_saved_bytes_total"]
@@ -100,7 +99,7 @@ def _wait_quiet(keeper: sidecar.Sidecar) -> None:
 
 
 def _kept(keeper: sidecar.Sidecar) -> dict[bytes, bytes]:
-    """A digest of each block that is kept, by its key."""
+    """A digest of each kept block, by its key."""
     with pool_file.mapped(keeper.pool) as pool:
         return {
             slot.hash: hashlib.blake2b(pool[slot.offset : slot.offset + slot.length]).digest()
@@ -109,7 +108,7 @@ def _kept(keeper: sidecar.Sidecar) -> dict[bytes, bytes]:
 
 
 def wrong_blocks(keeper: sidecar.Sidecar, golden: dict[bytes, bytes]) -> tuple[int, int]:
-    """Kept blocks that hold something else than the golden ones, and those with keys that no golden block has."""
+    """The number of kept blocks that differ from the golden ones, and of those with keys absent from the golden ones."""
     kept = _kept(keeper)
     wrong = sum(digest != golden[key] for key, digest in kept.items() if key in golden)
     return wrong, sum(key not in golden for key in kept)
@@ -119,7 +118,7 @@ def wrong_blocks(keeper: sidecar.Sidecar, golden: dict[bytes, bytes]) -> tuple[i
 class Right:
     """Answers of an engine without Pillion."""
 
-    # By `repr` of the prompt: computed as a whole, and upon the engine's own cache.
+    # By `repr` of the prompt: the answers computed as a whole, and upon the engine's own cache.
     cold: dict[str, Answer] = dataclasses.field(default_factory=dict)
     hit: dict[str, Answer] = dataclasses.field(default_factory=dict)
 
@@ -138,19 +137,19 @@ class World:
     keeper: sidecar.Sidecar
     control: sidecar.Sidecar
     golden: dict[bytes, bytes]
-    # Engines that begin without any block of their own, beside `keeper` and beside `control`.
+    # Engines without blocks of their own, beside `keeper` and beside `control`.
     second: engine.Engine
     misled: engine.Engine
-    # One step after the other, with few blocks, beside `keeper`.
+    # An engine with one step after the other and few blocks, beside `keeper`.
     loading: engine.Engine
-    # What the engines with faults answered behind these, and their counters.
+    # The answers of the engines with faults after these, and their counters.
     healthy: dict[str, list[Answer]]
     again: dict[str, Answer]
     counts: dict[str, int]
 
 
 def _play(running: engine.Engine) -> tuple[dict[str, list[Answer]], dict[str, Answer], dict[str, int]]:
-    """A fault of each kind, and what the engine answers behind it."""
+    """Plays a fault of each kind; the answers after each, and the counters."""
     healthy, again = {}, {}
     for kind in KINDS:
         running.command("fail", kind=kind, after=1)
@@ -158,7 +157,7 @@ def _play(running: engine.Engine) -> tuple[dict[str, list[Answer]], dict[str, An
         seen = running.command("failed")
         assert seen is not None and seen["struck"], f"no step failed by {kind}"
         assert aborted["finish_reason"] is None, "the request of a failed step is aborted"
-        # The first of them right behind the fault.
+        # The first of them right after the fault.
         first, *others = HEALTHY[kind]
         healthy[kind] = [ask(running, first)]
         again[kind] = ask(running, FAILING[kind])
@@ -171,7 +170,7 @@ def _play(running: engine.Engine) -> tuple[dict[str, list[Answer]], dict[str, An
 
 
 def _ask_for_all(running: engine.Engine) -> Right:
-    """Every prompt, without faults. None begins as another one that was asked before it."""
+    """Asks every prompt, without faults. No prompt begins as an earlier one."""
     right = Right()
     for tokens in [*ALL_HEALTHY, *FRESH, *WARM_UPS]:
         right.note(running, tokens)
@@ -183,7 +182,7 @@ def _ask_for_all(running: engine.Engine) -> Right:
 
 @pytest.fixture(scope="class", params=MODES, ids=str)
 def world(request: pytest.FixtureRequest, gpu_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    """The engines of a mode, which all start at once."""
+    """The engines of a mode, all started at once."""
     mode = request.param
     folder = tmp_path_factory.mktemp(str(mode))
     on_gpu = mode.copy == "sidecar"
@@ -235,7 +234,7 @@ def world(request: pytest.FixtureRequest, gpu_model: Path, tmp_path_factory: pyt
 
 @contextlib.contextmanager
 def _failing() -> Iterator[None]:
-    """Engines that start now have the driver whose steps may fail."""
+    """Engines that start within this block have the driver with failing steps."""
     driver, engine.DRIVER = engine.DRIVER, "failing_engine"
     try:
         yield
@@ -247,19 +246,19 @@ class TestSteps:
     """The tests of one mode, in this order."""
 
     def test_the_engine_goes_on(self, world: World) -> None:
-        """Prompts behind the faults are answered as by an engine without Pillion, and the failed steps are counted."""
+        """Prompts after the faults are answered as by an engine without Pillion, and the failed steps are counted."""
         asked = {**HEALTHY, "loaded": LOADED}
         for kind, answers in world.healthy.items():
             for tokens, answer in zip(asked[kind], answers, strict=True):
                 assert same(answer, world.right.cold[repr(tokens)])
         assert world.counts["said"] == len(KINDS)
-        # vLLM drops what is reported with outputs that are left in its queue.
+        # vLLM drops the reports of outputs left in its queue.
         assert world.counts["unaccepted_steps"] > 0
         assert world.counts["unproven_blocks"] > 0
 
     @pytest.mark.parametrize("kind", KINDS)
     def test_a_failed_step_leaves_wrong_blocks(self, world: World, kind: str) -> None:
-        """In the engine's own prefix cache: it answers from them, which no connector can prevent."""
+        """The engine's own prefix cache keeps them: it answers from them, and no connector can prevent that."""
         again = world.again[kind]
         assert again["cached_tokens"] > BATCHED_TOKENS
         assert again["tokens"] != world.right.hit[repr(FAILING[kind])]["tokens"]
@@ -277,7 +276,7 @@ class TestSteps:
 
     @pytest.mark.parametrize("kind", KINDS)
     def test_failed_prompts_are_computed(self, world: World, kind: str) -> None:
-        """From the failed step on, and so is what was computed upon them."""
+        """The prompts are computed from the failed step on, and so are longer prompts upon them."""
         answer = ask(world.second, LONGER[kind])
         print(f"{world.mode}, {kind}: {answer['cached_tokens']} tokens before the failed step were found", flush=True)
         assert answer["cached_tokens"] <= BATCHED_TOKENS
@@ -285,7 +284,7 @@ class TestSteps:
         assert same(ask(world.second, FAILING[kind]), world.right.hit[repr(FAILING[kind])])
 
     def test_every_kept_block_is_right(self, world: World) -> None:
-        """Bit for bit, with what the second engine has saved by now."""
+        """Bit for bit, with the blocks saved by the second engine."""
         _wait_quiet(world.keeper)
         wrong, unknown = wrong_blocks(world.keeper, world.golden)
         print(f"{world.mode}: {wrong} wrong blocks, {unknown} of unknown keys", flush=True)
@@ -310,7 +309,7 @@ class TestSteps:
         assert same(again, right.hit[repr(FRESH[seen])])
 
     def test_loads_go_on(self, world: World) -> None:
-        """Behind these faults, with the right blocks; and what was computed meanwhile is kept right."""
+        """After these faults loads deliver the right blocks, and the blocks computed meanwhile are kept right."""
         self._skip_graphs(world)
         _forget(world.loading)
         tokens = LOADED[0]
@@ -320,7 +319,7 @@ class TestSteps:
 
     @pytest.mark.parametrize("kind", LATE_KINDS)
     def test_a_late_copy_is_noticed(self, world: World, kind: str) -> None:
-        """The negative control: where no step waits for what an earlier one left. Last."""
+        """The negative control: no step waits for the loads of an earlier one. Last."""
         self._skip_graphs(world)
         world.loading.command("wait_for_nothing")
         seen, first, again = self._reuse(world, kind, 2 + LATE_KINDS.index(kind))
@@ -344,7 +343,7 @@ class TestSteps:
         raise AssertionError("no query was answered in time")
 
     def _reuse(self, world: World, kind: str, number: int) -> tuple[int, Answer, Answer]:
-        """The answers to a prompt that takes the blocks of a load whose step failed: computed, and upon its own blocks."""
+        """The answers to a prompt in the blocks of a load whose step failed: computed, and upon its own blocks."""
         self._skip_graphs(world)
         running = world.loading
         # Every kernel was launched once, and the hooks are proven.

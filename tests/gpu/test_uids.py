@@ -1,6 +1,6 @@
-"""Sidecar and engine of different users and one group, as deploy/ runs them: CUDA shares memory between them all the same.
+"""Sidecar and engine of different users and one group, as deploy/ runs them: CUDA shares memory between them.
 
-Needs root, and files of Python and Pillion that everybody may read.
+Needs root, and files of Python and Pillion that are readable for everybody.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ GROUP = 2000
 SIDECAR_USER = 65532
 ENGINE_USERS = {"another-user": 2000, "root": 0, "the-same-user": SIDECAR_USER}
 LOADED_BLOCKS_MIN = 100
-# Everybody may go through, and the group may write: what a group of a volume gives in Kubernetes.
+# Everybody may enter, and the group may write, as in a volume of Kubernetes with a group.
 SHARED = 0o2775
 
 
 def of(user: int) -> tuple[str, ...]:
-    """What runs a command as a user of the group, without what root may."""
+    """The words before a command that run it as a user of the group, without root's capabilities."""
     number = ("setpriv", f"--reuid={user}", f"--regid={GROUP}", "--clear-groups", "--no-new-privs")
     return (*number, "--bounding-set=-all", "--inh-caps=-all")
 
 
 @pytest.fixture
 def shared() -> Iterator[Path]:
-    """A folder of both: pytest's own is of its user alone."""
+    """A folder for both users: pytest's own is for its user alone."""
     folder = Path(tempfile.mkdtemp(prefix="pillion-uids-"))
     try:
         os.chown(folder, SIDECAR_USER, GROUP)
@@ -47,7 +47,7 @@ def shared() -> Iterator[Path]:
 
 @pytest.mark.parametrize("user", ENGINE_USERS.values(), ids=ENGINE_USERS)
 def test_an_engine_of_another_user_is_served(shared: Path, user: int) -> None:
-    """Every word that it loads is compared."""
+    """The engine compares every loaded word."""
     command = [*of(max(user, 1)), sys.executable, "-c", "import torch, pillion._shim; torch.zeros(1, device='cuda')"]
     tried = subprocess.run(command, capture_output=True, text=True, check=False)
     if tried.returncode != 0:

@@ -1,6 +1,6 @@
 """The standing check alone, with facts, samples and adapters' digests taken away: it finds wrong KV by the second hit.
 
-An engine keeps three prompts. Another one, whose KV of them is other KV, is asked them in turn: of the third it computes all.
+An engine keeps three prompts. Another one with other KV of them is asked them in turn, and computes all of the third.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ BLIND = {"PILLION_TEST_BLIND": "1"}
 
 @dataclasses.dataclass
 class World:
-    """A sidecar, and engines that nothing tells apart."""
+    """A sidecar, and engines with one namespace."""
 
     directory: Path
     keeper: sidecar.Sidecar
 
     def options(self, **more: Any) -> engine.Options:
-        """An engine that starts with the tiny model; what is there already stays."""
+        """Options of an engine with the tiny model; an existing model stays as it is."""
         directory = model.write(self.directory / "model")
         usual = engine.Options(
             directory, self.keeper.socket, batched_tokens=prompts.STEP_TOKENS, variables=BLIND, extra=CHECKING
@@ -49,7 +49,7 @@ class World:
         change: Callable[[engine.Engine], None] | None = None,
         **more: Any,
     ) -> None:
-        """An engine whose KV is another is asked the prompts."""
+        """An engine with other KV is asked the prompts, and found by a check."""
         with engine.running(options, self.directory / "asks.log") as running:
             if change:
                 change(running)
@@ -70,7 +70,7 @@ class World:
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
-    """A world of the test's own."""
+    """A world for this test alone."""
     with sidecar.serving(tmp_path) as keeper:
         yield World(tmp_path, keeper)
 

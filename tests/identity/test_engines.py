@@ -1,7 +1,7 @@
-"""The table of knobs with engines that serve: one keeps a prompt, another with the knob changed is asked it.
+"""The table of knobs with serving engines: one keeps a prompt, and another with the knob changed is asked it.
 
-Its answer is what it computes alone. What it was given tells whether the knob was taken for one that changes KV. `make test`
-plays a part of the table, `make identity` all of it.
+The answer must be the engine's own. Its hits show whether the knob makes another namespace. `make test` plays a part of the
+table, `make identity` all of it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from testkit.knobs import BASES, KNOBS, Knob, Models
 EVERY = os.environ.get("EVERY_KNOB") == "1"
 PLAYED = [knob for knob in KNOBS if not knob.never and (EVERY or knob.often)]
 PROMPT = asking.prompt(360)
-# Keys the blocks of a request apart from all others: what it is answered is computed.
+# A salt for a request without common blocks: its answer is computed.
 ALONE = "alone"
 
 
@@ -33,7 +33,7 @@ class World:
         self._kept: set[str] = set()
 
     def hits(self, knob: Knob) -> int:
-        """How much of the prompt of its base the engine with this knob is given. Its answer must be its own."""
+        """The engine with this knob is asked its base's prompt; its hit. Its answer must be its own."""
         if knob.base not in self._kept:
             base = BASES[knob.base]
             with engine.running(self._options(base), self._directory / f"{base.name}.log") as running:
@@ -55,7 +55,7 @@ class World:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    """A world of this process's own: its engines start one after the other."""
+    """A world for this process: its engines start one after the other."""
     directory = tmp_path_factory.mktemp("world")
     with sidecar.serving(directory, dram="512MiB") as keeper:
         yield World(directory, keeper)
@@ -64,6 +64,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 @pytest.mark.supports("ngram")
 @pytest.mark.parametrize("knob", PLAYED, ids=lambda knob: knob.name)
 def test_a_knob(knob: Knob, world: World) -> None:
-    """One that changes KV hits nothing; one that does not hits all."""
+    """A knob that changes KV gives no hit; a harmless one gives the whole hit."""
     hits = world.hits(knob)
     assert whole(hits) if knob.harmless else hits == 0, f"{hits} hits"

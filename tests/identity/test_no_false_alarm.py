@@ -1,4 +1,4 @@
-"""Checks of right KV, short and long: an engine that asks in ever other batches and steps is never told that it differs.
+"""Checks of right KV, short and long: an engine with ever other batches and steps is never reported to differ.
 
 `CHECKS=2500` asks for longer.
 """
@@ -42,6 +42,6 @@ def test_right_kv_is_never_said_to_differ(dtype: Literal["bfloat16", "float32"],
         metrics = keeper.metrics()
         assert metrics["pillion_checks_differing_total"] == 0
         part = checking.largest(keeper)
-        # Some processors compute bfloat16 alike however a prompt is cut.
+        # Some processors compute bfloat16 alike for every cut of a prompt.
         assert 0 <= part < 1 and (part > 0 or dtype == "bfloat16")
         print(f"{dtype}, {ranks} ranks: {metrics['pillion_checks_total']} checks, at most {part} of the limit")

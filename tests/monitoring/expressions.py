@@ -10,7 +10,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MONITORING = ROOT / "deploy/monitoring"
-# What stands for Grafana's variables.
+# Values of Grafana's variables.
 RATE_INTERVAL, POD = "1m", ".*"
 
 Rules = dict[str, Any]
@@ -22,7 +22,7 @@ def rules() -> Rules:
 
 
 def impatient() -> Rules:
-    """The same rules that fire at once: `for` is the longest a test would wait, and says nothing of whether a rule fires."""
+    """The same rules without their waits: `for` would be a test's longest wait, and does not decide whether a rule fires."""
     found = rules()
     for group in found["groups"]:
         for rule in group["rules"]:

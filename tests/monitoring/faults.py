@@ -1,6 +1,6 @@
-"""A fault for each alert: real ones, at real sidecars that a Prometheus scrapes while they happen.
+"""A fault for each alert: real ones, at real sidecars with a Prometheus.
 
-Each is there once its context is entered. `keep_on` is what goes on while somebody waits for the alert.
+Each fault has begun once its context is entered. `keep_on` is called again and again until the alert fires.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MANY = [mesh.prompt(seed) for seed in range(1, 21)]
 # More blocks than the pool has slots.
 LONG = mesh.prompt(1, blocks=300)
 
-# Within this time the tests' Prometheus, which scrapes each second, has seen a sidecar.
+# The time in which the tests' Prometheus, with a scrape each second, has seen a sidecar.
 SCRAPED_S = 2.0
 
 Keep_on = Callable[[], object]
@@ -39,7 +39,7 @@ Fault = Callable[[Path], contextlib.AbstractContextManager[tuple[Prometheus, Kee
 
 @contextlib.contextmanager
 def alone(directory: Path, **more: Any) -> Iterator[tuple[Sidecar, Prometheus]]:
-    """A sidecar, `more` as for `serving`, that nobody uses."""
+    """A sidecar without engines; `more` as for `serving`."""
     with (
         serving(directory, mesh.DRAM, gpu=False, **more) as sidecar,
         scraping(directory, {"one": sidecar}, impatient()) as prometheus,
@@ -49,7 +49,7 @@ def alone(directory: Path, **more: Any) -> Iterator[tuple[Sidecar, Prometheus]]:
 
 @contextlib.contextmanager
 def scene(directory: Path, **more: Any) -> Iterator[tuple[Sidecar, Prometheus, Engine]]:
-    """A sidecar, `more` as for `serving`, and an engine that has saved a prompt."""
+    """A sidecar, `more` as for `serving`, and an engine with a saved prompt."""
     with (
         alone(directory, **more) as (sidecar, prometheus),
         mesh.joined(sidecar.socket, "saves", max(mesh.BLOCKS, len(LONG) // mesh.TOKENS)) as engine,
@@ -59,7 +59,7 @@ def scene(directory: Path, **more: Any) -> Iterator[tuple[Sidecar, Prometheus, E
 
 
 def nothing() -> None:
-    """The fault needs nobody who meets it."""
+    """For faults without traffic."""
 
 
 @contextlib.contextmanager
@@ -71,7 +71,7 @@ def stands_still(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
 
 @contextlib.contextmanager
 def restarts(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
-    """The sidecar is ended and started again each time somebody looks for the alert."""
+    """The sidecar is ended and started again at each look for the alert."""
     http = f"127.0.0.1:{ports.free_port()}"
     with (
         serving(directory, mesh.DRAM, gpu=False, http=http) as first,
@@ -91,7 +91,7 @@ def restarts(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
 
 @contextlib.contextmanager
 def down(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
-    """The sidecar is gone."""
+    """The sidecar is killed."""
     with alone(directory) as (sidecar, prometheus):
         sidecar.kill()
         yield prometheus, nothing
@@ -106,7 +106,7 @@ def nobody(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
 
 @contextlib.contextmanager
 def pool_cut(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
-    """Somebody else truncates the pool file, and the engine loads."""
+    """Another process truncates the pool file, and the engine loads."""
     with scene(directory) as (sidecar, prometheus, engine):
         os.truncate(sidecar.pool, 0)
         yield prometheus, lambda: mesh.load(engine, PROMPT)
@@ -114,7 +114,8 @@ def pool_cut(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
 
 @contextlib.contextmanager
 def other_numbers(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
-    """A third engine computes other KV than two that agree, under the same facts: a check of it finds one, then the other."""
+    """A third engine computes other KV than two that agree, under the same facts: a check of it contradicts one of the two,
+    then the other."""
     with (
         scene(directory) as (sidecar, prometheus, _),
         mesh.joined(sidecar.socket, "saves too") as second,
@@ -128,7 +129,7 @@ def other_numbers(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
 
 @contextlib.contextmanager
 def blocks_changed(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
-    """A bit of each block flips between two sidecars; of the second there is no scrape from before it found that."""
+    """A bit of each block flips between two sidecars; Prometheus has no scrape of the second one from before its finding."""
     with serving(directory, mesh.DRAM, gpu=False) as first:
         with mesh.joined(first.socket, "saves") as engine:
             mesh.save(engine, PROMPT)
@@ -142,7 +143,7 @@ def blocks_changed(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
 
 @contextlib.contextmanager
 def loads_fail(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
-    """The headers of the blocks that an engine found are others when it loads them."""
+    """The headers of an engine's found blocks change before it loads them."""
     with scene(directory) as (sidecar, prometheus, engine), pool_file.broken(sidecar.pool, "generation") as broken:
         assert broken > 0
         yield prometheus, lambda: mesh.load(engine, PROMPT)
@@ -172,7 +173,7 @@ def disk_down(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
 
 @contextlib.contextmanager
 def asking(directory: Path) -> Iterator[tuple[Sidecar, Prometheus, Keep_on]]:
-    """Two peers. The first keeps what an engine of the second asks for."""
+    """Two peers. The first keeps the blocks for an engine of the second."""
     with (
         mesh.peers(directory) as (first, second),
         scraping(directory, {"first": first, "second": second}, impatient()) as prometheus,
@@ -187,7 +188,7 @@ def asking(directory: Path) -> Iterator[tuple[Sidecar, Prometheus, Keep_on]]:
 
 @contextlib.contextmanager
 def peer_frozen(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
-    """A peer answers nothing and holds its connections."""
+    """A peer is frozen: it answers nothing and keeps its connections open."""
     with asking(directory) as (first, prometheus, ask):
         first.freeze()
         try:
@@ -198,7 +199,7 @@ def peer_frozen(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
 
 @contextlib.contextmanager
 def peers_idle(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
-    """Peers announce blocks, and none answers for them."""
+    """Peers announce blocks, and none gives them."""
     with (
         idle_peers.scene(directory, [Manner.SILENT] * 8) as found,
         scraping(directory, {"one": found.sidecar}, impatient()) as prometheus,
@@ -227,7 +228,7 @@ def disk_left_out(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
 
 @contextlib.contextmanager
 def no_ranks(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
-    """An engine's scheduler asks, and none of its ranks is connected."""
+    """An engine's scheduler sends queries, and none of its ranks is connected."""
     with alone(directory) as (sidecar, prometheus):
         scheduler = _shim.SchedulerSession(sidecar.socket, "lonely", 1, bytes(range(16)), 1_000_000, True, False, 0)
 
@@ -241,7 +242,7 @@ def no_ranks(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
 
 @contextlib.contextmanager
 def no_hello(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
-    """Somebody speaks another language on the engines' socket."""
+    """A client speaks another protocol on the engines' socket."""
     with alone(directory) as (sidecar, prometheus):
 
         def speak() -> None:
@@ -255,14 +256,14 @@ def no_hello(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
 
 @contextlib.contextmanager
 def following(directory: Path, port: int, peer: str) -> Iterator[tuple[Prometheus, Keep_on]]:
-    """A sidecar alone that is to share with `peer`, and listens for it at a port."""
+    """A sidecar with `port` for its mesh and `peer` as its peer."""
     more = (f"--mesh-listen=127.0.0.1:{port}", f"--peer={peer}", "--node-id=one", "--mesh-plaintext")
     with alone(directory, more=more) as (_, prometheus):
         yield prometheus, nothing
 
 
 def peer_missing(directory: Path) -> contextlib.AbstractContextManager[tuple[Prometheus, Keep_on]]:
-    """Nobody listens at the address of the one peer."""
+    """No process listens at the address of the one peer."""
     return following(directory, ports.free_port(), f"127.0.0.1:{ports.free_port()}")
 
 
@@ -273,7 +274,7 @@ def no_peers(directory: Path) -> contextlib.AbstractContextManager[tuple[Prometh
 
 
 def no_name(directory: Path) -> contextlib.AbstractContextManager[tuple[Prometheus, Keep_on]]:
-    """The Service of the pods is not there."""
+    """The Service of the pods does not exist."""
     return following(directory, ports.free_port(), "nowhere.invalid:9441")
 
 
@@ -287,7 +288,7 @@ def finds_nothing(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
 
 @contextlib.contextmanager
 def nobody_computes(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
-    """The engine that is to compute prompts is away, so the one that answers does."""
+    """The prefill engine is away, so the decode engine computes all prompts."""
     with pair.routing(directory) as router, scraping(directory, {"one": router}, impatient()) as prometheus:
         yield prometheus, router.ask
 
@@ -349,9 +350,9 @@ FAULTS: dict[str, Fault] = {
     "PillionPromptsRecomputed": computed_twice,
     "PillionRouteRefuses": no_room,
 }
-# An engine that joins is not served yet, and not connected before: without their waits these fire at every start.
+# A joining engine is not yet connected or served: without their waits these alerts fire at every start.
 JOINING = {"PillionServesNobody", "PillionNoEngine"}
-# What a fault brings about beside its alert, or may.
+# Alerts that the same fault causes, or may cause.
 BESIDE: dict[str, set[str]] = {
     "PillionRestarts": {"PillionDown"},
     "PillionPeerMissing": {"PillionNoPeers"},

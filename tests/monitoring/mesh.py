@@ -1,4 +1,4 @@
-"""Sidecars with disks that are peers of each other, and a light engine that computes nothing."""
+"""Sidecars with disks, peers of each other, and a light engine that computes nothing."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from testkit.sidecar import Sidecar, serving
 
 HEADS, TOKENS, DIM = 2, 16, 256
 BLOCKS = 64
-# A pool that holds seven prompts of 16 blocks, and a disk that holds many.
+# A pool for seven prompts of 16 blocks, and a disk for many.
 DRAM, DISK = "8MiB", "64MiB"
 
 
 def namespace() -> Namespace:
-    """Of blocks of 64 KiB."""
+    """A namespace with blocks of 64 KiB."""
     return namespaces.new(layers=1, heads=HEADS, tokens=TOKENS, dim=DIM)
 
 
 def joined(socket: Path, name: str, blocks: int = BLOCKS) -> Engine:
-    """An engine without checks: all of its hits are loaded."""
+    """An engine without checks, so all of its hits are loaded."""
     return Engine(socket, name, namespace(), blocks, check_every=0)
 
 
 def prompt(seed: int, blocks: int = 16) -> list[int]:
-    """Tokens that no other seed has."""
+    """Tokens of this seed alone."""
     return [seed * 100_000 + token for token in range(blocks * TOKENS)]
 
 
 def save(engine: Engine, tokens: list[int], value: float = 1.0, handover: bool = False) -> int:
-    """Saves all of a prompt's blocks, in which each number is `value`; how many are kept then."""
+    """Saves all of a prompt's blocks, filled with `value`; the number of blocks kept then."""
     with (engine.promise if handover else engine.load)(tokens) as request:
         kv = numpy.full((1, HEADS, len(tokens) - request.held, DIM), value, numpy.float32)
         return engine.save(request, tokens, kv, kv)
 
 
 def save_to_disk(sidecar: Sidecar, engine: Engine, prompts: list[list[int]]) -> None:
-    """Saves all of them. Memory gives a block up, written or not, once there is no room: so each is waited for."""
+    """Saves all prompts. Memory evicts a block, written or not, once there is no room: so this waits for the write of each."""
     written = sidecar.metrics().get("pillion_ssd_written_blocks_total", 0)
     for tokens in prompts:
         written += save(engine, tokens)
@@ -49,7 +49,7 @@ def save_to_disk(sidecar: Sidecar, engine: Engine, prompts: list[list[int]]) -> 
 
 
 def load(engine: Engine, tokens: list[int], awaits: bool = False) -> int:
-    """Loads what is kept of a prompt; how many blocks that was."""
+    """Loads the kept blocks of a prompt; their number."""
     with engine.load([*tokens, 0], awaits) as request:
         return request.held // TOKENS
 

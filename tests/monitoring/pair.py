@@ -1,4 +1,4 @@
-"""A router before two engines, of which the one that computes prompts may be away."""
+"""A router before a prefill engine, which may be away, and a decode engine."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from testkit import ports
 from testkit.server import Server, fetch
 from testkit.sidecar import find_binary
 
-# More tokens than the engine that answers is left to compute alone.
+# More tokens than the decode engine computes alone.
 PROMPT = list(range(300))
 
 
 class Router(Server):
-    """`pillion route`, and where its pages are."""
+    """`pillion route`, with the address of its pages in `http`."""
 
     def __init__(self, directory: Path, prefill: str, decode: str, *arguments: str) -> None:
         self.http = f"127.0.0.1:{ports.free_port()}"
@@ -28,13 +28,13 @@ class Router(Server):
         super().__init__(command, directory / "route.log", f"http://{self.http}/health")
 
     def page(self) -> str:
-        """Its metrics."""
+        """The router's metrics."""
         page = fetch(f"http://{self.http}/metrics")
         assert page is not None
         return page
 
     def ask(self, status: int = 200) -> None:
-        """One prompt, which is answered with this status."""
+        """Sends one prompt; the answer must have this status."""
         body = json.dumps({"prompt": PROMPT, "max_tokens": 1}).encode()
         request = urllib.request.Request(f"http://{self.http}/v1/completions", body, {"Content-Type": "application/json"})
         try:
@@ -46,7 +46,7 @@ class Router(Server):
 
 
 class _Engine(http.server.ThreadingHTTPServer):
-    """An engine's server, as far as a router asks it. It states this number of cached tokens."""
+    """An engine's server, with the calls of a router alone. It states this number of cached tokens."""
 
     def __init__(self, cached: int) -> None:
         super().__init__(("127.0.0.1", 0), _Answers)
@@ -55,10 +55,10 @@ class _Engine(http.server.ThreadingHTTPServer):
 
 
 class _Answers(http.server.BaseHTTPRequestHandler):
-    """Requests to an engine."""
+    """The handler of requests to an engine."""
 
     def do_POST(self) -> None:
-        """An answer to whatever was asked."""
+        """Answers each request alike."""
         self.rfile.read(int(self.headers["Content-Length"]))
         self.send_response(200)
         assert isinstance(self.server, _Engine)
@@ -68,16 +68,16 @@ class _Answers(http.server.BaseHTTPRequestHandler):
         self.wfile.write(self.server.answer)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing."""
+        """Prints nothing."""
 
 
 @contextlib.contextmanager
 def routing(
     directory: Path, *arguments: str, computes: bool = False, cached: int = 0, prefill: str | None = None
 ) -> Iterator[Router]:
-    """The router, ready, with these arguments beside those that it needs. One engine answers, and `computes` or not.
+    """The router, ready, with these arguments beside the necessary ones. One engine answers, and if `computes` also computes.
 
-    If it does not, the prefill engine is at the address `prefill`, or away.
+    Otherwise the prefill engine is at the address `prefill`, or away.
     """
     engine = _Engine(cached)
     threading.Thread(target=engine.serve_forever, daemon=True).start()

@@ -1,4 +1,4 @@
-"""A real Prometheus that scrapes sidecars each second and knows the rules of deploy/monitoring."""
+"""A real Prometheus with the rules of deploy/monitoring; it scrapes sidecars each second."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Labels = dict[str, str]
 class Scraped(Protocol):
     """A sidecar, or a router."""
 
-    # Where its pages are, as host and port.
+    # The host and port of its pages.
     http: str
 
 
 class Prometheus(Server):
-    """One server; `sidecars`, or routers, by the names of their pods."""
+    """One server; `sidecars`, or routers, are named by their pods."""
 
     def __init__(self, directory: Path, sidecars: Mapping[str, Scraped], rules: Rules) -> None:
         directory.mkdir()
@@ -52,29 +52,29 @@ class Prometheus(Server):
         super().__init__(command, directory / "prometheus.log", f"http://{self._address}/-/ready")
 
     def query(self, expression: str) -> list[tuple[Labels, float]]:
-        """The samples of an expression now, but for those that are no number."""
+        """The present samples of an expression, without NaN."""
         samples = self._ask("query", query=expression)["result"]
         found = [(dict(sample["metric"]), float(sample["value"][1])) for sample in samples]
         return [(labels, value) for labels, value in found if not math.isnan(value)]
 
     def firing(self) -> set[str]:
-        """The alerts that fire now."""
+        """The firing alerts."""
         return {alert["labels"]["alertname"] for alert in self._ask("alerts")["alerts"] if alert["state"] == "firing"}
 
     def fired(self) -> set[str]:
-        """The alerts that fired or were about to, since this server started."""
+        """The alerts that fired or were pending, since this server started."""
         return {labels["alertname"] for labels, _ in self.query("count_over_time(ALERTS[1h])")}
 
     def rules(self) -> list[dict[str, Any]]:
-        """The rules, with how their last evaluation ended."""
+        """The rules, with the result of their last evaluation."""
         return [rule for group in self._ask("rules")["groups"] for rule in group["rules"]]
 
     def wait_scraped(self, pods: int) -> None:
-        """Until so many sidecars were scraped, and twice, so that what grows from then on has a rate."""
+        """Waits until so many sidecars were scraped twice: a counter's later growth has a rate then."""
         self.wait_for(lambda: len(self.query("count_over_time(up[1m]) > 1 and up == 1")) == pods, f"scrapes of {pods} pods")
 
     def wait_firing(self, alert: str) -> None:
-        """Until this alert fires."""
+        """Waits until this alert fires."""
         self.wait_for(lambda: alert in self.firing(), f"alert {alert}", poll_s=0.2)
 
     def _ask(self, page: str, **parameters: str) -> dict[str, Any]:

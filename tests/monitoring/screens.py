@@ -1,4 +1,4 @@
-"""Pictures of what a sidecar shows people: its page in a browser, and `pillion top` on a terminal."""
+"""Pictures of a sidecar's views: its page in a browser, and `pillion top` on a terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from testkit.browser import browse
 from testkit.waiting import wait_for
 
-# Of a terminal, in characters.
+# The size of the terminal in characters.
 COLUMNS, LINES = 112, 36
 
 
@@ -22,7 +22,7 @@ def picture(address: str, file: Path, height: int = 1190) -> None:
 
 @contextlib.contextmanager
 def terminal(command: list[str]) -> Iterator[str]:
-    """The name of a tmux server on whose only terminal the command runs."""
+    """Runs the command on the only terminal of a tmux server; the server's name."""
     name = f"screens-{uuid.uuid4().hex[:8]}"
     tmux = ["tmux", "-L", name]
     size = ["-x", str(COLUMNS), "-y", str(LINES)]
@@ -34,7 +34,7 @@ def terminal(command: list[str]) -> Iterator[str]:
 
 
 def text_on(name: str, colours: bool = False) -> str:
-    """What stands on a terminal now."""
+    """The text on a terminal now."""
     options = ["-e"] if colours else []
     captured = subprocess.run(["tmux", "-L", name, "capture-pane", "-p", *options], capture_output=True, text=True, check=True)
     return captured.stdout

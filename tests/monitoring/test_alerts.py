@@ -1,6 +1,6 @@
-"""Each alert of deploy/monitoring fires at a fault, and none that the fault has no part in.
+"""Each alert of deploy/monitoring fires at its fault, and no unrelated alert does.
 
-Two of them need a GPU whose driver refuses or hangs: they are shown by series of numbers, with promtool.
+Two of them need a GPU whose driver refuses or hangs: promtool tests them with series of numbers.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from testkit.sidecar import serving
 WAIT_MAX_S, NOTICED_S = 5.0, 10.0
 # An answer without a wait, on a busy machine.
 AT_ONCE_S = 0.5
-# The metric that a fault raises, which no test without a GPU can bring about.
+# The metric raised by a fault that no test without a GPU can cause.
 SERIES = {"PillionParkedRanks": "pillion_parked_ranks", "PillionPoolNotLocked": "pillion_pool_pin_failures_total"}
-# The same of vLLM's page: tests/vllm/test_state.py shows it.
+# A metric of vLLM's page, for the same reason: tests/vllm/test_state.py tests it.
 OF_ENGINES = {"PillionStaysOut": "vllm:pillion_stays_out"}
 ASKED, FOUND = "pillion_query_blocks_total", "pillion_query_hit_blocks_total"
 FAILED, ALONE = 'pillion_route_prefill_failures_total{reason="silent"}', 'pillion_route_prompts_total{way="no_prefill"}'
 TAKEN, RECOMPUTED = (
     f'pillion_route_engine_handovers_total{{role="decode", result="{result}"}}' for result in ("taken", "recomputed")
 )
-# What makes an alert fire once its wait is over, and when that is: series of values each 15 s.
+# Series of values each 15 s that make an alert fire, and the wait after which it does.
 WAITS = {
     "PillionParkedRanks": ({"pillion_parked_ranks": "1x480"}, "1m"),
     "PillionDiskDown": ({"pillion_ssd_down": "1x480"}, "5m"),
@@ -49,13 +49,13 @@ WAITS = {
 
 
 def test_every_alert_has_a_fault() -> None:
-    """A real one, or a series."""
+    """Each alert has a real fault, or a series."""
     assert sorted(alerts()) == sorted([*FAULTS, *SERIES, *OF_ENGINES])
 
 
 @pytest.mark.parametrize("alert", FAULTS)
 def test_an_alert_fires_at_its_fault(alert: str, tmp_path: Path) -> None:
-    """Without the wait that deploy/monitoring gives it."""
+    """The alert fires, without the wait of deploy/monitoring, and no unrelated one."""
     with FAULTS[alert](tmp_path) as (prometheus, keep_on):
 
         def fires() -> bool:
@@ -67,7 +67,7 @@ def test_an_alert_fires_at_its_fault(alert: str, tmp_path: Path) -> None:
 
 
 def test_a_prefill_engine_that_never_answers_is_an_alert(tmp_path: Path) -> None:
-    """Prompts wait until it is noticed, and fifty later ones do not.
+    """Prompts wait until the router notices it, and fifty later ones do not.
 
     Until then a prompt of the decode engine counts as computed again, since the other engine may have it.
     """
@@ -95,7 +95,7 @@ def of_pod(metric: str) -> str:
 
 
 def holds(directory: Path, metrics: dict[str, str], expected: dict[str, Any]) -> bool:
-    """Whether what is expected of an alert is so, with metrics of these values every 15 s, evaluated every 12 s."""
+    """True if promtool finds an alert as expected, with metrics of these values every 15 s, evaluated every 12 s."""
     (directory / "rules.yml").write_text(yaml.safe_dump(rules()))
     series = [{"series": of_pod(metric), "values": values} for metric, values in metrics.items()]
     case = {"interval": "15s", "input_series": series, "alert_rule_test": [expected]}
@@ -105,7 +105,7 @@ def holds(directory: Path, metrics: dict[str, str], expected: dict[str, Any]) ->
 
 
 def fires_in_series(directory: Path, alert: str, metric: str, value: int) -> bool:
-    """Whether it does after an hour with this value of a metric, with the wait that it has."""
+    """True if the alert fires after an hour with this value of a metric, with its own wait."""
     (found,) = [rule for group in rules()["groups"] for rule in group["rules"] if rule["alert"] == alert]
     labels = {"pod": "one"} | found["labels"]
     summary = found["annotations"]["summary"].replace("{{ $labels.pod }}", "one").replace("{{ $value }}", str(value))
@@ -115,13 +115,13 @@ def fires_in_series(directory: Path, alert: str, metric: str, value: int) -> boo
 
 
 def quiet(directory: Path, alert: str, metrics: dict[str, str], at: str) -> bool:
-    """Whether it does not fire then, with the wait that it has."""
+    """True if the alert does not fire at this time, with its own wait."""
     return holds(directory, metrics, {"eval_time": at, "alertname": alert, "exp_alerts": []})
 
 
 @pytest.mark.parametrize("alert", SERIES)
 def test_an_alert_fires_in_a_series(alert: str, tmp_path: Path) -> None:
-    """Of a metric that a sidecar has; at 0 it does not."""
+    """A metric of every sidecar; at 0 the alert does not fire."""
     with serving(tmp_path, "16MiB", gpu=False) as sidecar:
         assert sidecar.metrics()[SERIES[alert]] == 0
     assert fires_in_series(tmp_path, alert, SERIES[alert], 1)
@@ -130,27 +130,27 @@ def test_an_alert_fires_in_a_series(alert: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("alert", OF_ENGINES)
 def test_an_alert_fires_in_a_series_of_an_engine(alert: str, tmp_path: Path) -> None:
-    """Where somebody scrapes vLLM; at 0 it does not."""
+    """A metric of vLLM's page; at 0 the alert does not fire."""
     assert fires_in_series(tmp_path, alert, OF_ENGINES[alert], 1)
     assert not fires_in_series(tmp_path, alert, OF_ENGINES[alert], 0)
 
 
 def test_a_thread_that_turns_is_no_alert_late_after_a_scrape(tmp_path: Path) -> None:
-    """Its last turn is that of the scrape, 12 s ago."""
+    """The metric's last value is from the scrape 12 s ago."""
     metric = "pillion_last_turn_timestamp_seconds"
     assert quiet(tmp_path, "PillionStandsStill", {metric: "0+15x300"}, "60m12s")
     assert not quiet(tmp_path, "PillionStandsStill", {metric: "0+15x200 3000x100"}, "60m12s")
 
 
 def seconds(duration: str) -> int:
-    """Of a time as Prometheus writes it."""
+    """The seconds of a duration in Prometheus's form."""
     hours, _, rest = duration.rpartition("h")
     return int(hours or 0) * 3600 + int(rest.removesuffix("m") or 0) * 60
 
 
 @pytest.mark.parametrize("alert", WAITS)
 def test_an_alert_waits(alert: str, tmp_path: Path) -> None:
-    """It is quiet a moment before its wait is over, and fires a moment after."""
+    """An alert is quiet a moment before its wait ends, and fires a moment after."""
     metrics, wait = WAITS[alert]
     before, after = (f"{seconds(wait) + moment}s" for moment in (-30, 30))
     assert quiet(tmp_path, alert, metrics, before)
@@ -169,7 +169,7 @@ def steps(each: int) -> str:
 
 
 def test_an_engine_that_never_answers_few_prompts_is_an_alert(tmp_path: Path) -> None:
-    """One prompt each 4 min is enough, and one failure alone is none."""
+    """One prompt each 4 min is enough, and one failure alone is not."""
     assert not quiet(tmp_path, "PillionPrefillFails", {FAILED: steps(each=16)}, "30m")
     for at in ("2m", "6m", "10m30s", "15m"):
         assert quiet(tmp_path, "PillionPrefillFails", {FAILED: "0x3 1x470"}, at)

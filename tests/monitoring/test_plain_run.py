@@ -1,4 +1,4 @@
-"""What Prometheus and people see of two sidecars that serve engines and each other, and of a router, without a fault."""
+"""Metrics, pages and alerts of two sidecars that serve engines and each other, and of a router, without a fault."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ PROMPTS = [mesh.prompt(seed) for seed in range(1, 21)]
 HANDED_OVER = mesh.prompt(21)
 # A folder for the pictures, to keep them: SCREENS=docs writes those of the documentation.
 SCREENS = os.environ.get("SCREENS")
-# Scrapes after the traffic, in which levels come down and an alert could still come.
+# The time after the traffic in which levels fall and an alert could still fire.
 QUIET_S = 5.0
-# Tables of what a sidecar does.
+# The tables of a sidecar's page.
 TITLES = ("Tiers", "Hits", "Hits of other pool sizes", "Transfers", "Handovers", "Engines", "Peers")
 TYPE = re.compile(r"^# TYPE (\w+) (\w+)$", re.MULTILINE)
 HELP = re.compile(r"^# HELP (\w+) (.*)$", re.MULTILINE)
-# Words of names that say what is measured, not what happened.
+# Words of names for a unit, not for an event.
 MEASURES = {"blocks", "bytes", "seconds"}
-# Gauges that only grow, or may, or have a counter's name, with the reason why they are levels all the same.
+# Gauges that only grow, or may, or have a counter's name, with the reason why each is a level.
 LEVELS = {
     "pillion_last_turn_timestamp_seconds": "a time of the clock",
     "pillion_check_difference_max": "a maximum",
@@ -50,7 +50,7 @@ LEVELS = {
 
 @dataclass(frozen=True)
 class Run:
-    """A run, while its engines are still there."""
+    """A run with its engines still connected."""
 
     prometheus: Prometheus
     sidecars: tuple[Sidecar, Sidecar]
@@ -64,7 +64,7 @@ class Run:
         return page
 
     def end(self) -> None:
-        """Nothing is left of what engines brought."""
+        """Closes the engines and removes their blocks."""
         for engine in self.engines:
             engine.close()
         for sidecar in self.sidecars:
@@ -84,7 +84,7 @@ def empty(sidecar: Sidecar) -> None:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """Every prompt is saved at the first sidecar and evicted to its disk, and found there, and by the second.
 
-    One more is handed over, from an engine to another of that sidecar. Engines of the router hand over one prompt.
+    One more is handed over between two engines of that sidecar. The router's engines hand over one prompt.
     """
     directory = tmp_path_factory.mktemp("run")
     with (
@@ -109,7 +109,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 
 
 def test_every_query_of_the_dashboard_has_samples(run: Run) -> None:
-    """And the pods to choose from."""
+    """The query of the dashboard's list of pods has samples, too."""
     assert len(queries()) > 20
     empty = [query for query in queries() if not run.prometheus.query(query)]
     assert empty == []
@@ -117,7 +117,7 @@ def test_every_query_of_the_dashboard_has_samples(run: Run) -> None:
 
 
 def test_no_alert_fires(run: Run) -> None:
-    """Prometheus evaluated all of them, without the wait that they have in deploy/monitoring."""
+    """Prometheus evaluated all alerts, without the waits of deploy/monitoring."""
     run.prometheus.wait_for(
         lambda: {rule["health"] for rule in run.prometheus.rules()} == {"ok"}, "an evaluation of every rule without an error"
     )
@@ -126,7 +126,7 @@ def test_no_alert_fires(run: Run) -> None:
 
 
 def test_the_page_and_top_show_all_of_it(run: Run, tmp_path: Path) -> None:
-    """In a browser, and on a terminal."""
+    """The sidecar's page in a browser, and `pillion top` on a terminal."""
     folder = Path(SCREENS).resolve() if SCREENS else tmp_path
     http = run.sidecars[0].http
     page = browse(f"http://{http}/", "--dump-dom")
@@ -139,7 +139,7 @@ def test_the_page_and_top_show_all_of_it(run: Run, tmp_path: Path) -> None:
 
 
 def test_promtool_has_no_complaint(run: Run) -> None:
-    """And has one of a counter without `_total`."""
+    """It has one about a counter without `_total`."""
 
     def complaints(page: str) -> str:
         checked = subprocess.run(["promtool", "check", "metrics"], input=page, capture_output=True, text=True, check=False)
@@ -150,7 +150,7 @@ def test_promtool_has_no_complaint(run: Run) -> None:
 
 
 def wrong_types(page: str) -> set[str]:
-    """Counters without `_total`, what else ends so, and gauges that count what happened, by their names and texts."""
+    """Counters without `_total`, other metrics with it, and gauges of events, found by their names and help."""
     types, helps = dict(TYPE.findall(page)), dict(HELP.findall(page))
     happened = {name.split("_")[-2] for name, kind in types.items() if kind == "counter"} - MEASURES
     happened = {word for word in happened if word.endswith("s")}
@@ -161,7 +161,7 @@ def wrong_types(page: str) -> set[str]:
 
 
 def test_counters_and_gauges_are_what_their_names_say(run: Run) -> None:
-    """A counter that poses as a gauge has no rate, and a restart looks like a fall."""
+    """A counter with the type of a gauge has no rate, and a restart looks like a fall."""
     page = run.page()
     assert wrong_types(page) == wrong_types(run.router.page()) == set()
     lie = page.replace("# TYPE pillion_ssd_trips_total counter", "# TYPE pillion_ssd_trips_total gauge")
@@ -169,12 +169,12 @@ def test_counters_and_gauges_are_what_their_names_say(run: Run) -> None:
 
 
 def test_no_gauge_only_grows_and_no_counter_falls(run: Run) -> None:
-    """From the first scrape to the last: at its end every block is removed, and no engine is there."""
+    """The scrapes include the end: every block is removed, and no engine is connected."""
     page = run.page()
     run.end()
     types = dict(TYPE.findall(page))
     changed = {name for name in types if run.prometheus.query(f"changes({name}[1h]) > 0")}
-    # Of a gauge as well it counts how often it fell.
+    # The query also counts the falls of a gauge.
     fell = {name for name in types if run.prometheus.query(f"resets({name}[1h]) > 0")}
     assert {name for name in fell if types[name] == "counter"} == set()
     gone = {name for name in types if run.prometheus.query(f"count_over_time({name}[1h]) unless {name}")}

@@ -1,4 +1,4 @@
-"""The probes of a sidecar whose data thread alone stands still, and of one that idles."""
+"""The probes of a sidecar with a stopped data thread, and of an idle one."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from testkit import ptrace
 from testkit.sidecar import Sidecar, serving
 from testkit.waiting import WATCHDOG_S, wait_for
 
-# A request that is sent so long after the last turn is answered 503.
+# A request so long after the last turn is answered 503.
 READY_S, HEALTHY_S = 3.0, 12.0
 IDLE_S, IDLE_POLL_S = 60.0, 0.25
 
 
 def status(of: Sidecar, path: str) -> int:
-    """Of a page."""
+    """The HTTP status of a page."""
     connection = http.client.HTTPConnection(of.http, timeout=WATCHDOG_S)
     try:
         connection.request("GET", path)
@@ -26,7 +26,7 @@ def status(of: Sidecar, path: str) -> int:
 
 
 def test_probes_fail_while_the_data_thread_alone_stands_still(tmp_path: Path) -> None:
-    """First /readyz, then /healthz; both succeed once it goes on."""
+    """First /readyz fails, then /healthz; both succeed once the thread goes on."""
     with serving(tmp_path, "16MiB", gpu=False) as sidecar:
         data_thread = ptrace.thread_of(sidecar.pid, "pillion-data")
         assert (status(sidecar, "/readyz"), status(sidecar, "/healthz")) == (200, 200)
@@ -40,7 +40,7 @@ def test_probes_fail_while_the_data_thread_alone_stands_still(tmp_path: Path) ->
 
 
 def test_probes_of_an_idle_sidecar_never_fail(tmp_path: Path) -> None:
-    """No engine is connected, so nothing wakes the data thread but its own time."""
+    """No engine is connected, so only its own timer wakes the data thread."""
     with serving(tmp_path, "16MiB", gpu=False) as sidecar:
         until = time.monotonic() + IDLE_S
         while time.monotonic() < until:

@@ -1,4 +1,5 @@
-"""The difference that `pillion inject` makes, as kubectl reads manifests before and after: the sidecar and nothing else."""
+"""The changes that `pillion inject` makes, in manifests as kubectl reads them before and after: the sidecar and nothing
+else."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ JSON_OBJECT = re.compile(r"\{.*\}")
 
 
 def inject(source: bytes, *options: str) -> subprocess.CompletedProcess[bytes]:
-    """The program with a stream of manifests."""
+    """The result of the program with a stream of manifests."""
     return subprocess.run([str(find_binary()), "inject", *options], input=source, capture_output=True, check=False)
 
 
@@ -44,7 +45,8 @@ def read(document: bytes) -> list[Document]:
 
 
 def check_words(before: list[str], after: list[str]) -> None:
-    """One more word, a text in scripts, or another value for another connector; nothing where this connector is."""
+    """One more word, a text in scripts, or another value for another connector; no change where this connector is
+    configured."""
     if before == after:
         assert any("PillionConnector" in word for word in before)
         return

@@ -1,4 +1,4 @@
-"""The manifests of deploy/ and those that `pillion inject` writes, as Kubernetes reads them."""
+"""The manifests of deploy/ and of `pillion inject`, as Kubernetes reads them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHARTS = [path.with_name(path.name.replace(".injected", "")) for path in INJECTE
 BUILT_IN_GROUPS = {"v1", "apps/v1", "batch/v1", "networking.k8s.io/v1", "policy/v1", "resource.k8s.io/v1"}
 KUBERNETES = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
 MONITORING = sorted((DEPLOY / "monitoring").glob("*.yaml"))
-# The releases of Kubernetes that know every kind here: resource.k8s.io/v1 is of 1.34.
+# The releases of Kubernetes in which every kind exists: resource.k8s.io/v1 came with 1.34.
 VERSIONS = ("1.35", "1.36", "1.37")
 SCHEMAS = Path(__file__).parent / "schemas"
 
@@ -40,7 +40,7 @@ def of(path: Path) -> list[Document]:
 
 
 def built_in(version: str) -> Callable[[Document], None]:
-    """The check of a release of Kubernetes. A kind that it does not know is an error."""
+    """The check of a release of Kubernetes. A kind unknown to it is an error."""
 
     def check(document: Document) -> None:
         kubernetes_validate.validate(document, version, strict=True)
@@ -55,7 +55,7 @@ def operators(document: Document) -> None:
 
 
 def mappings(value: Any, path: Path_ = ()) -> Iterator[Path_]:
-    """Where the mappings of a document are."""
+    """The paths of a document's mappings."""
     if isinstance(value, dict):
         yield path
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -64,14 +64,14 @@ def mappings(value: Any, path: Path_ = ()) -> Iterator[Path_]:
 
 
 def at(value: Any, path: Path_) -> Any:
-    """What lies there."""
+    """The value at the path."""
     for key in path:
         value = value[key]
     return value
 
 
 def pod(document: Document) -> Document:
-    """The pod's description of a workload; empty for what has none."""
+    """The pod's description of a workload; empty for other kinds."""
     if document["kind"] == "Pod":
         return dict(document["spec"])
     return dict(document.get("spec", {}).get("template", {}).get("spec", {}))

@@ -9,7 +9,7 @@ from textwrap import indent
 
 @dataclass(frozen=True)
 class Odd:
-    """A stream of manifests. So many of its pods get a sidecar, beside the container `engine`."""
+    """A stream of manifests. `pods` of its pods get a sidecar, beside the container `engine`."""
 
     name: str
     text: str

@@ -20,7 +20,7 @@ SCREEN, PHONE = 1400, 390
 
 @pytest.fixture(scope="module")
 def book() -> Path:
-    """The folder of the book; scripts/book fails at a warning and at a link that leads nowhere."""
+    """The folder of the book; scripts/book fails at a warning and at a broken link."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run([ROOT / "scripts/book"], capture_output=True, text=True, check=False, env=os.environ | {"PATH": path})
     assert done.returncode == 0, done.stderr

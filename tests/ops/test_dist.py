@@ -1,4 +1,4 @@
-"""What `make dist` built runs where nothing of this checkout is. Skipped where it was not called."""
+"""The files of `make dist` work without this checkout. Skipped if there are none."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from manifests import ROOT
 DIST = ROOT / "dist"
 IMAGE_BYTES_MAX = 25_000_000
 ELF = b"\x7fELF"
-# To a page or a picture; sources that pages link to are in the repository alone.
+# Links to a page or a picture; linked sources are in the repository alone.
 LINK = re.compile(r"\]\(([^)#:\s]+\.(?:md|svg|png))[)#]")
 
 pytestmark = pytest.mark.skipif(not (DIST / "SHA256SUMS").exists(), reason="nothing in dist/: make dist")
@@ -35,7 +35,7 @@ def only(pattern: str) -> Path:
 
 
 def output(*command: object, cwd: Path | None = None) -> str:
-    """What a command prints, in an environment with no trace of this checkout."""
+    """The output of a command, in an environment without this checkout."""
     environment = {"PATH": "/usr/bin:/bin"}
     return subprocess.run(
         [str(word) for word in command], capture_output=True, text=True, check=True, cwd=cwd, env=environment
@@ -43,7 +43,7 @@ def output(*command: object, cwd: Path | None = None) -> str:
 
 
 def test_the_wheel_is_manylinux_2_28() -> None:
-    """By auditwheel, which looks at the symbols that it needs."""
+    """auditwheel decides by the symbols that the wheel needs."""
     shown = output(Path(sys.executable).parent / "auditwheel", "show", only("pillion-*.whl"))
     assert '"manylinux_2_28_' in shown.replace("\n", " ")
 
@@ -62,7 +62,7 @@ def test_the_wheel_works_in_an_environment_of_its_own(tmp_path: Path) -> None:
 
 
 def test_a_release_names_its_page(tmp_path: Path) -> None:
-    """Who builds it says which, and pip believes the list of files that was written again."""
+    """The builder sets PILLION_URL, and pip accepts the rewritten list of files."""
     wheel = Path(shutil.copy(only("pillion-*.whl"), tmp_path))
     finish = [ROOT / "scripts/finish-wheel", wheel, tmp_path]
     refused = subprocess.run(finish, env=os.environ | {"PILLION_URL": "pillion"}, capture_output=True, text=True)
@@ -75,7 +75,7 @@ def test_a_release_names_its_page(tmp_path: Path) -> None:
 
 
 def test_binaries_have_no_symbols_and_these_lie_beside() -> None:
-    """Each names its file in .gnu_debuglink."""
+    """Each binary names its debug file in .gnu_debuglink."""
     with zipfile.ZipFile(only("pillion-*.whl")) as wheel:
         binaries = {Path(name).name: wheel.read(name) for name in wheel.namelist() if wheel.read(name).startswith(ELF)}
     assert len(binaries) == 2
@@ -85,14 +85,14 @@ def test_binaries_have_no_symbols_and_these_lie_beside() -> None:
 
 
 def wheels_parts() -> str:
-    """The list that the wheel has of its native module."""
+    """The wheel's list of parts of its native module."""
     with zipfile.ZipFile(only("pillion-*.whl")) as wheel:
         (name,) = [name for name in wheel.namelist() if ".dist-info/sboms/" in name]
         return wheel.read(name).decode()
 
 
 def test_the_lists_of_parts_are_of_the_lock_file() -> None:
-    """Every part with its version; nothing that only the tests need."""
+    """Each part has its version; parts for tests alone are not listed."""
     assert '"pkg:cargo/pyo3@' in wheels_parts()
     bom = json.loads((DIST / "pillion.cdx.json").read_text())
     locked = {(crate["name"], crate["version"]) for crate in tomllib.loads((ROOT / "Cargo.lock").read_text())["package"]}
@@ -103,7 +103,7 @@ def test_the_lists_of_parts_are_of_the_lock_file() -> None:
 
 
 def test_the_tarball_has_what_a_machine_needs(tmp_path: Path) -> None:
-    """A program that runs, unit, manifests and licences; pages whose links to pages and pictures hold."""
+    """The tarball has a working program, a unit, manifests and licences; links of its pages to pages and pictures hold."""
     with tarfile.open(only("*.tar.gz")) as tarball:
         tarball.extractall(tmp_path, filter="data")
     (root,) = tmp_path.iterdir()
@@ -141,7 +141,7 @@ def unpacked(image: Path, folder: Path) -> Path:
 
 @pytest.mark.parametrize("kind", ["", "-rdma"])
 def test_the_image_runs_as_nobody_in_particular(kind: str, tmp_path: Path) -> None:
-    """In its own root folder, where nothing of this machine is; as its user, who can write nothing there."""
+    """The image runs in its own root folder, without files of this machine; its user can write nothing there."""
     images = [path for path in DIST.glob("*.oci.tar") if path.name.endswith("-rdma.oci.tar") == bool(kind)]
     if not images:
         pytest.skip("no image: buildah was not there")
@@ -152,7 +152,7 @@ def test_the_image_runs_as_nobody_in_particular(kind: str, tmp_path: Path) -> No
     assert output(*chroot, "/usr/bin/pillion", "--version").startswith("pillion ")
     size = images[0].stat().st_size
     assert kind or size <= IMAGE_BYTES_MAX, size
-    # All that libcuda names, and with RDMA the drivers of NICs: the loader finds what each of them needs in turn.
+    # All libraries of libcuda, and with RDMA the drivers of NICs: the loader finds the needs of each in turn.
     folder = next(root.glob("usr/lib/*-linux-gnu"))
     libraries = [folder / f"{name}.so.{number}" for name, number in (("libc", 6), ("libm", 6), ("libdl", 2), ("librt", 1))]
     libraries += folder.glob("libibverbs/*.so") if kind else []

@@ -43,7 +43,7 @@ def kinds(text: str) -> dict[str, dict[str, object]]:
 
 
 def test_helm_puts_a_sidecar_into_each_pod_with_an_engine(environment: dict[str, str], tmp_path: Path) -> None:
-    """By the plugin of deploy/helm; objects without an engine stay as they are."""
+    """The plugin of deploy/helm does that; objects without an engine stay as they are."""
     printed(environment, "helm", "plugin", "install", DEPLOY / "helm/pillion")
     options = [part for option in OPTIONS for part in ("--post-renderer-args", option)]
     rendered = printed(

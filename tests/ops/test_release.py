@@ -58,7 +58,7 @@ def built(folder: Path) -> Path:
     shutil.copytree(DIST, place / "dist-x86_64", ignore=shutil.ignore_patterns("aarch64-*"))
     other = DIST / "aarch64-unknown-linux-gnu"
     shutil.copytree(other, place / "dist-aarch64") if other.is_dir() else (place / "dist-aarch64").mkdir()
-    # Their commands are printed, and nothing of these files is read.
+    # Their commands are printed, and these files are never read.
     for archive in (place / "dist-x86_64").glob("*.oci.tar"):
         (place / "dist-aarch64" / archive.name).touch()
     return place

@@ -1,4 +1,4 @@
-"""Fixtures of the tests in containers. They need root, podman, runc and what `make dist` built."""
+"""Fixtures of the tests in containers. They need root, podman, runc and the files of `make dist`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Podman as the tests call it, the sidecar's image, and the file system of an engine's container."""
+"""Podman with the options of the tests, the sidecar's image, and the file system of an engine's container."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ ROOT = Path(__file__).resolve().parents[2]
 DIST = ROOT / "dist"
 # The user of the image.
 USER = 65532
-# Podman's own limits may be above those of this machine, and what nobody may raise fails the start.
+# Podman's default limits may be above this machine's hard limits: then a container fails to start.
 CONFIGURATION = """
 [containers]
 default_ulimits = ["nofile=4096:4096", "nproc=4096:4096"]
 """
-# The Debian whose Python is of the minor version that runs the tests: wheels are of one minor version.
+# The Debian release with the Python that runs the tests: a wheel is for one minor version.
 SUITES = {11: "bookworm", 13: "trixie"}
 
 
@@ -33,7 +33,7 @@ class Podman:
     """Podman with a store of its own, and no use of systemd."""
 
     def __init__(self, folder: Path) -> None:
-        """`folder` has a short path: podman takes 50 bytes for what lies in it."""
+        """`folder` has a short path: podman allows 50 bytes for paths in it."""
         options = {"root": folder / "store", "runroot": folder / "run", "storage-driver": "vfs", "runtime": "runc"}
         options |= {"cgroup-manager": "cgroupfs", "events-backend": "file"}
         configuration = folder / "containers.conf"
@@ -46,7 +46,7 @@ class Podman:
         )
 
     def __call__(self, *words: object) -> str:
-        """What a command prints on both streams."""
+        """The output of a command on both streams."""
         done = subprocess.run(
             [*self.command, *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
         )
@@ -59,12 +59,12 @@ class Podman:
 
 
 class Sidecar:
-    """A sidecar in a container, from the image or from what is given, and the folders that it shares with an engine."""
+    """A sidecar in a container, from the image or another command, and the folders that it shares with an engine."""
 
     def __init__(
         self, podman: Podman, folder: Path, *options: object, start: tuple[object, ...] = (), more: tuple[str, ...] = ()
     ) -> None:
-        """`options` of podman's; `start` is what is run in place of the image, `more` are arguments of `serve`."""
+        """`options` are for podman; `start` is run in place of the image, and `more` are arguments of `serve`."""
         self._podman = podman
         self.socket = folder / "socket/pillion.sock"
         self._http = f"127.0.0.1:{ports.free_port()}"
@@ -78,7 +78,7 @@ class Sidecar:
         self.name = podman("run", "--detach", *rights, *volumes, *options, *image, *serve).splitlines()[-1]
 
     def wait_ready(self) -> None:
-        """Until engines can be served."""
+        """Waits until the sidecar can serve engines."""
 
         def ready() -> bool:
             state = self._podman.inspect(self.name, "Status")
@@ -88,7 +88,7 @@ class Sidecar:
         wait_for(ready, "sidecar in a container")
 
     def status(self) -> dict[str, str]:
-        """What the kernel says of the process; `root` are the options of the mount of its root folder."""
+        """The process's status fields in /proc; `root` has the options of its root folder's mount."""
         pid = self._podman.inspect(self.name, "Pid")
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         mounts = (line.split() for line in Path(f"/proc/{pid}/mountinfo").read_text().splitlines())
@@ -96,11 +96,11 @@ class Sidecar:
         return dict(line.split(":\t", 1) for line in lines) | {"root": root}
 
     def logs(self) -> str:
-        """What it wrote so far."""
+        """The container's output so far."""
         return self._podman("logs", self.name)
 
     def wait_written(self, blocks: int) -> None:
-        """Until so many blocks are on its disks."""
+        """Waits until so many blocks are on its disks."""
 
         def written() -> bool:
             return (
@@ -110,28 +110,28 @@ class Sidecar:
         wait_for(written, f"{blocks} blocks on the disk")
 
     def stop(self) -> int:
-        """SIGTERM, and its exit status."""
+        """Sends SIGTERM; the exit status."""
         self._podman("stop", "--time=60", self.name)
         return int(self._podman.inspect(self.name, "ExitCode"))
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Kills the sidecar with SIGKILL."""
         self._podman("kill", "--signal=KILL", self.name)
         self._podman("wait", self.name)
 
     def start(self) -> None:
-        """The same container again, as a kubelet starts it."""
+        """Starts the same container again, as a kubelet does."""
         self._podman("start", self.name)
         self.wait_ready()
 
     def remove(self) -> None:
-        """Whatever state it is in."""
+        """Removes the container in any state."""
         self._podman("rm", "--force", "--time=0", self.name)
 
 
 @contextlib.contextmanager
 def started(podman: Podman, folder: Path, *options: object, more: tuple[str, ...] = ()) -> Iterator[Sidecar]:
-    """A sidecar from the image that is ready."""
+    """A ready sidecar from the image."""
     sidecar = Sidecar(podman, folder, *options, more=more)
     try:
         sidecar.wait_ready()
@@ -141,7 +141,7 @@ def started(podman: Podman, folder: Path, *options: object, more: tuple[str, ...
 
 
 def debian() -> Path:
-    """The file system of a Debian with Python and what vLLM's wheel links; made once, kept under .cache."""
+    """The file system of a Debian with Python and the libraries of vLLM's wheel; made once, kept under .cache."""
     suite = SUITES.get(sys.version_info.minor)
     if suite is None:
         pytest.skip(f"SKIPPED: no Debian has Python 3.{sys.version_info.minor}; these have one: {SUITES}")
@@ -156,7 +156,7 @@ def debian() -> Path:
 
 
 def in_debian(podman: Podman, *options: str) -> tuple[str, ...]:
-    """What runs a command of this Python in a container, by Debian's Python with the packages of this one."""
+    """The words before a command that run it in a container, by Debian's Python with the packages of this one."""
     libraries = sysconfig.get_path("purelib")
     volumes = (f"--volume={libraries}:{libraries}", f"--volume={ROOT}/tests:{ROOT}/tests")
     run = (*podman.command, "run", "--rm", "--interactive", "--env-host", *volumes, *options, "--rootfs", str(debian()))

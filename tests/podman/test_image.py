@@ -1,4 +1,4 @@
-"""The image that `make dist` built, run as a pod runs it: no root, no capabilities, a root folder that is read-only."""
+"""The image of `make dist`, run as in a pod: no root, no capabilities, a read-only root folder."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ TIERS = ("--dram=16MiB", "--ssd=/var/lib/pillion:64MiB:create", "--gpu=off")
 
 
 def prompt(number: int) -> list[int]:
-    """Tokens that no other prompt has."""
+    """Tokens of this prompt alone."""
     return list(range(1000 * number, 1000 * number + BLOCKS * TOKENS))
 
 
 def kv(number: int) -> Any:
-    """K and V of a prompt, which follow from its number."""
+    """K and V of a prompt, computed from its number."""
     shape = (2, LAYERS, HEADS, BLOCKS * TOKENS, DIM)
     return numpy.random.default_rng(number).standard_normal(shape, dtype=numpy.float32)
 
 
 def joined(socket: Path) -> Engine:
-    """An engine that the sidecar serves."""
+    """An engine connected to the sidecar."""
     known = namespaces.new(layers=LAYERS, heads=HEADS, tokens=TOKENS, dim=DIM)
     return Engine(socket, "engine", known, BLOCKS, check_every=0)
 
 
 def loaded(socket: Path) -> int:
-    """Blocks of all prompts that are kept; each has the bytes that were saved."""
+    """The number of kept blocks of all prompts; each must have the saved bytes."""
     found = 0
     with joined(socket) as engine:
         for number in range(PROMPTS):
@@ -51,7 +51,7 @@ def loaded(socket: Path) -> int:
 
 
 def test_it_runs_without_rights_and_ends_when_it_is_told_to(podman: Podman, tmp_path: Path) -> None:
-    """Under the seccomp profile that is shipped, where the disk is io_uring's."""
+    """Under the shipped seccomp profile, where the disk uses io_uring."""
     profile = ROOT / "deploy/seccomp/pillion.json"
     with started(podman, tmp_path, "--network=host", f"--security-opt=seccomp={profile}", more=TIERS) as sidecar:
         status = sidecar.status()
@@ -64,14 +64,14 @@ def test_it_runs_without_rights_and_ends_when_it_is_told_to(podman: Podman, tmp_
 
 
 def test_its_disk_works_by_threads_under_the_default_profile(podman: Podman, tmp_path: Path) -> None:
-    """More than memory holds is saved and loaded, every byte of it; then again by the next sidecar, from the disk alone."""
+    """More than memory holds is saved and loaded, with equal bytes; then again by the next sidecar, from the disk alone."""
     with started(podman, tmp_path, "--network=host", more=TIERS) as sidecar:
         assert "threads read and write the disks" in sidecar.logs()
         with joined(sidecar.socket) as engine:
             for number in range(PROMPTS):
                 with engine.load(prompt(number)) as request:
                     assert engine.save(request, prompt(number), *kv(number)) == BLOCKS
-                # Memory gives a block up, written or not, once there is no room.
+                # Memory evicts a block, written or not, once there is no room.
                 sidecar.wait_written((number + 1) * BLOCKS)
         assert loaded(sidecar.socket) == PROMPTS * BLOCKS
         assert sidecar.stop() == 0
@@ -90,7 +90,7 @@ def test_it_starts_by_its_own_defaults(podman: Podman) -> None:
 
 
 def test_it_brings_the_connector(podman: Podman, tmp_path: Path) -> None:
-    """As the init container of `pillion inject` does. Any Python takes it from there, with vLLM's entry point."""
+    """The init container of `pillion inject` copies it from there. Any Python can load it, with vLLM's entry point."""
     os.chown(tmp_path, USER, USER)
     image = podman("images", "--quiet", "localhost/pillion")
     rights = ("--network=none", "--read-only", "--cap-drop=all", "--security-opt=no-new-privileges")

@@ -1,4 +1,4 @@
-"""vLLM and the sidecar in two containers of one pod, under load: what happens to the sidecar's container costs no request."""
+"""vLLM and the sidecar in two containers of one pod, under load: no event of the sidecar's container costs a request."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def pool() -> Iterator[Path]:
 
 
 class Load:
-    """All prompts again and again, of which the engine itself keeps nothing."""
+    """All prompts again and again, while the engine's own cache is emptied."""
 
     def __init__(self, served: engine.Engine) -> None:
         self._engine = served
-        # Nothing is kept yet, so these are computed.
+        # No block is kept yet, so these are computed.
         self._right = [answer["tokens"] for answer in self._answers()]
         assert served.metrics()["external_hits"] == 0
 
@@ -46,14 +46,14 @@ class Load:
         return [self._engine.generate([tokens], max_tokens=OUTPUT_TOKENS)[0] for tokens in PROMPTS]
 
     def once(self) -> int:
-        """Tokens that came from the sidecar. Each answer is the right one."""
+        """Asks all prompts; the tokens from the sidecar. Each answer must be right."""
         assert self._engine.reset_prefix_cache()
         before = self._engine.metrics()["external_hits"]
         assert [answer["tokens"] for answer in self._answers()] == self._right
         return self._engine.metrics()["external_hits"] - before
 
     def during(self, what: Callable[[], object]) -> None:
-        """Until something has happened."""
+        """Asks all prompts until `what` has returned."""
         with ThreadPoolExecutor() as threads:
             happening = threads.submit(what)
             while not happening.done():
@@ -61,9 +61,9 @@ class Load:
             happening.result()
 
     def until_all_hit(self) -> None:
-        """A sidecar that came back is joined soon, and keeps what is computed from then on.
+        """Asks until all prompts hit: the engine joins a restarted sidecar soon, and its later blocks are kept.
 
-        Where it did not adopt the pool file, it keeps nothing for 5 s: an engine may still copy from it.
+        A sidecar that did not adopt the pool file keeps nothing for 5 s: an engine may still copy from it.
         """
         wait_for(lambda: self.once() == HIT, "a pass with all hits")
 
@@ -77,7 +77,7 @@ def test_the_sidecars_container_is_killed_stopped_replaced_and_back(podman: Podm
     sidecars: list[Sidecar] = []
 
     def replace(start: tuple[object, ...] = ()) -> None:
-        """A container of another release in place of the one that runs."""
+        """Replaces the running container by one of another release."""
         if sidecars:
             assert sidecars[-1].stop() == 0
             sidecars[-1].remove()

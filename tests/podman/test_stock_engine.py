@@ -98,7 +98,7 @@ def import_image(podman: Podman, scratch: Path) -> None:
 
 
 def as_podman_plays(text: str, folder: Path) -> dict[str, Any]:
-    """The manifest in podman's forms. It has no native sidecars and no kubelet's emptyDirs.
+    """The manifest in podman's forms: podman has no native sidecars and no kubelet's emptyDirs.
 
     It limits annotations, starts probes by timers of systemd, and publishes ports.
     """
@@ -134,7 +134,7 @@ class Pod:
         return self._podman("exec", "stock-engine", "python3", "-c", ASK, f"http://127.0.0.1:{address}", sent)
 
     def wait_ready(self) -> None:
-        """Until the engine answers."""
+        """Waits until the engine answers."""
 
         def answers() -> bool:
             state = self._podman.inspect("stock-engine", "Status")
@@ -148,7 +148,7 @@ class Pod:
         wait_for(answers, "engine of a pod", START_WATCHDOG_S)
 
     def ask(self) -> list[int]:
-        """The tokens behind a prompt."""
+        """The tokens of an answer to a prompt."""
         body = {
             "model": "/model",
             "prompt": " ".join(map(str, range(PROMPT_WORDS))),
@@ -164,12 +164,12 @@ class Pod:
         return sum(float(line.rpartition(" ")[2]) for line in lines)
 
     def restart_engine(self) -> None:
-        """A new process of the engine alone."""
+        """Restarts the engine's container alone."""
         self._podman("restart", "--time=30", "stock-engine")
         self.wait_ready()
 
     def remove(self) -> None:
-        """In any state."""
+        """Removes the pod in any state."""
         self._podman("pod", "rm", "--force", "--time=0", "stock")
 
 

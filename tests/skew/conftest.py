@@ -17,7 +17,7 @@ CACHE = ROOT / ".cache"
 
 
 def built(which: str) -> Release:
-    """What scripts/build-release builds: the `previous` release, or the `next`."""
+    """The build of scripts/build-release: the `previous` release, or the `next`."""
     subprocess.run([ROOT / "scripts/build-release", which], check=True)
     folder = CACHE / f"{which}-release"
     return Release(folder / "pillion", Library(folder / "libpillion.so"))
@@ -25,7 +25,7 @@ def built(which: str) -> Release:
 
 @pytest.fixture
 def pool() -> Iterator[Path]:
-    """A pool file that outlives its sidecar."""
+    """A pool file for several sidecars."""
     path = sidecar.new_pool()
     yield path
     path.unlink(missing_ok=True)
@@ -33,19 +33,19 @@ def pool() -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def old() -> Release:
-    """The release that scripts/previous-release names."""
+    """The release named by scripts/previous-release."""
     return built("previous")
 
 
 @pytest.fixture(scope="session")
 def following() -> Release:
-    """This tree with higher versions, whose ranges hold this release's."""
+    """This tree with higher versions; its ranges include the versions of this release."""
     return built("next")
 
 
 @pytest.fixture(scope="session")
 def new() -> Release:
-    """This tree, built as the release before is."""
+    """This tree, built as the previous release is."""
     packages = ["--package", "pillion-cli", "--package", "connector-shim", "--features", "connector-shim/c"]
     build = subprocess.run(
         ["cargo", "build", "--locked", "--quiet", *packages, "--message-format", "json"],

@@ -1,4 +1,4 @@
-"""The C library of any release, by ctypes: what an engine of one rank in host memory calls. docs/c-api.md has the order."""
+"""The C library of any release, by ctypes: the calls of an engine of one rank in host memory. docs/c-api.md has the order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 OK, REFUSED = 0, 2
 BLOCK_BYTES = 4096
-# For tests alone: an engine that serves people gives up after 2 ms.
+# For tests alone: a serving engine gives up after 2 ms.
 QUERY_BUDGET_US = 10_000_000
 
 
@@ -129,7 +129,7 @@ SIGNATURES: dict[str, list[Any]] = {
 
 
 class Library:
-    """One release's libpillion.so. Two of them live in one process without meeting."""
+    """One release's libpillion.so. Two of them work in one process without sharing symbols."""
 
     def __init__(self, path: Path) -> None:
         self._library = ctypes.CDLL(str(path))
@@ -139,32 +139,32 @@ class Library:
                 getattr(self._library, f"pillion_{name}").argtypes = arguments
 
     def has(self, name: str) -> bool:
-        """Whether its release has such a call."""
+        """True if its release has this call."""
         return hasattr(self._library, f"pillion_{name}")
 
     @property
     def version(self) -> str:
-        """The release that it is of."""
+        """Its release."""
         return bytes(self._library.pillion_version()).decode()
 
     def attempt(self, name: str, *arguments: Any) -> tuple[int, str]:
-        """A call that may fail: its status, and why."""
+        """A call that may fail: its status, and the error."""
         status = int(getattr(self._library, f"pillion_{name}")(*arguments))
         return status, "" if status == OK else bytes(self._library.pillion_error_text()).decode()
 
     def call(self, name: str, *arguments: Any) -> None:
-        """A call that must not fail."""
+        """A call that must succeed."""
         status, text = self.attempt(name, *arguments)
         assert status == OK, f"pillion_{name}: {text}"
 
     def free(self, name: str, handle: c_void_p) -> None:
-        """Frees a handle, which may be none."""
+        """Frees a handle, or nothing if it is null."""
         getattr(self._library, f"pillion_{name}_free")(handle)
 
 
 @dataclasses.dataclass(frozen=True)
 class Release:
-    """What one release runs: a sidecar and an engine's library."""
+    """The sidecar and the engine's library of one release."""
 
     binary: Path
     library: Library
@@ -185,7 +185,7 @@ class Engine:
         worker.regions = Regions.of([Region(0, 0, BLOCK_BYTES, BLOCK_BYTES)])
         worker.facts = Facts.of([Fact(name.encode(), value.encode()) for name, value in facts.items()])
         worker.descriptors = Numbers.of([descriptor])
-        # What the sidecar says to the rank: a status and a text.
+        # The sidecar's answer to the rank: a status and a text.
         self.refusal = library.attempt("worker_connect", byref(worker), byref(self.worker))
         os.close(descriptor)
         options = SchedulerOptions(socket=bytes(socket), engine=b"skew", world_size=1, run=self._run)
@@ -193,7 +193,7 @@ class Engine:
         library.call("scheduler_connect", byref(options), byref(self.scheduler))
 
     def close(self) -> None:
-        """Leaves the sidecar."""
+        """Disconnects from the sidecar."""
         self.library.free("scheduler", self.scheduler)
         self.library.free("worker", self.worker)
 
@@ -202,17 +202,17 @@ class Engine:
         return self._memory[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]
 
     def put(self, number: int, content: bytes) -> None:
-        """Computes a block, as it were."""
+        """Writes a block, as if it were computed."""
         self._memory[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES] = content
 
     def state(self) -> SchedulerState:
-        """Ends a step in which nothing is done."""
+        """Ends an empty step; the scheduler's state."""
         state = SchedulerState()
         self.library.call("scheduler_end_step", self.scheduler, byref(state))
         return state
 
     def open(self, hashes: list[bytes]) -> int:
-        """A log of these blocks; -1 where there is no sidecar."""
+        """A log of these blocks; -1 without a sidecar."""
         log, length = c_int64(), c_uint32()
         self.library.call("scheduler_open", self.scheduler, byref(log))
         if log.value >= 0:
@@ -222,17 +222,17 @@ class Engine:
         return log.value
 
     def close_log(self, log: int) -> None:
-        """The request is over."""
+        """Closes the log, as at a request's end."""
         self.library.call("scheduler_close", self.scheduler, log)
 
     def query(self, log: int, count: int) -> int:
-        """How many of the first blocks are kept; -1 while that is not known."""
+        """The number of kept blocks from the first on; -1 while the sidecar has not answered."""
         hits = c_int64()
         self.library.call("scheduler_query", self.scheduler, log, 0, count, byref(hits))
         return hits.value
 
     def load(self, log: int, count: int) -> list[int]:
-        """Loads the first blocks of a log, which a query has just hit; those that failed."""
+        """Loads the first blocks of a log, after a query hit them; the failed ones."""
         plan, loaded = Bytes(), Loaded()
         self._step += 1
         ids = Words.of(list(range(1, 1 + count)))
@@ -245,7 +245,7 @@ class Engine:
         return list(loaded.failed.items[: loaded.failed.count])
 
     def save(self, log: int, count: int) -> bool:
-        """Posts the first blocks of a log, and accepts their step; false where that is dropped."""
+        """Posts a save of the first blocks of a log, and accepts its step; false if the save is dropped."""
         posted = c_bool()
         self._step += 1
         ids = Words.of(list(range(1, 1 + count)))
@@ -259,7 +259,7 @@ class Engine:
         return posted.value
 
     def idle(self) -> None:
-        """A step in which nothing is done: ranks join in one."""
+        """Plays an empty step, in which ranks join."""
         self._step += 1
         self.library.call("scheduler_end_step", self.scheduler, None)
         self._turn(lambda: None)

@@ -1,4 +1,4 @@
-"""What the tests of version skew do with a sidecar of one release and an engine of another."""
+"""A sidecar of one release and an engine of another, for the tests of version skew."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ USUAL = Stated()
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """The release that comes first, or serves, and the one that follows, or asks."""
+    """Two releases in order: the first one serves, or comes first; the other one asks, or comes next."""
 
     first: Release
     then: Release
@@ -39,7 +39,7 @@ class Pair:
 
 @contextlib.contextmanager
 def serving(directory: Path, release: Release, pool: Path, ssd: tuple[str, ...] = ()) -> Iterator[sidecar.Sidecar]:
-    """A sidecar of a release, all of its pool in service and verified, gone when the block ends."""
+    """A sidecar of a release with all of its pool in service and verified, killed at the block's end."""
     directory.mkdir()
     keeper = sidecar.Sidecar(directory, DRAM, pool=pool, gpu=False, ssd=ssd, binary=release.binary)
     try:
@@ -53,7 +53,7 @@ def serving(directory: Path, release: Release, pool: Path, ssd: tuple[str, ...] 
 
 @contextlib.contextmanager
 def over_disk(directory: Path, release: Release, disk: Path) -> Iterator[sidecar.Sidecar]:
-    """A sidecar over a disk, and a pool of its own that goes with it."""
+    """A sidecar over a disk, with a pool for this sidecar alone."""
     disk.mkdir(exist_ok=True)
     pool = sidecar.new_pool()
     try:
@@ -65,7 +65,7 @@ def over_disk(directory: Path, release: Release, disk: Path) -> Iterator[sidecar
 
 @contextlib.contextmanager
 def connected(release: Release, keeper: sidecar.Sidecar, stated: Stated = USUAL) -> Iterator[library.Engine]:
-    """An engine of a release that its sidecar serves."""
+    """An engine of a release, connected to a sidecar."""
     engine = library.Engine(release.library, keeper.socket, BLOCKS, stated.facts)
     try:
         assert engine.refusal == (library.OK, "")
@@ -84,14 +84,14 @@ def compute_and_save(engine: library.Engine, keeper: sidecar.Sidecar, stated: St
 
 
 def save(release: Release, keeper: sidecar.Sidecar, stated: Stated = USUAL) -> None:
-    """The same, and they are kept."""
+    """An engine computes and saves all blocks; they must be kept."""
     with connected(release, keeper, stated) as engine:
         assert compute_and_save(engine, keeper, stated)
     assert keeper.metrics()["pillion_saved_blocks_total"] == BLOCKS
 
 
 def assert_kept(release: Release, keeper: sidecar.Sidecar, expected: int, stated: Stated = USUAL) -> None:
-    """So many of the blocks are hits of a new engine, and hold what was saved."""
+    """A new engine hits so many of the blocks, with the saved bytes."""
     with connected(release, keeper, stated) as engine:
         log = engine.open(stated.hashes)
         hits: list[int] = []

@@ -1,4 +1,4 @@
-"""Two releases that have versions in common: this one and the one before, this one and the next.
+"""Two releases with common versions of protocol and files: the previous one and this one, this one and the next.
 
 Each test runs both ways: an upgrade, and a rollback.
 """
@@ -47,7 +47,7 @@ def pair(request: pytest.FixtureRequest) -> Pair:
 
 @pytest.mark.parametrize("way", BOTH_WAYS)
 def test_an_engine_of_the_next_release_is_served(way: str, request: pytest.FixtureRequest, tmp_path: Path, pool: Path) -> None:
-    """It saves and hits, and engines of the sidecar's own release hit what it saved."""
+    """The next release's engine saves and hits, and engines of the sidecar's own release hit its blocks."""
     serves, asks = this_and_next(request) if way == "upgrade" else reversed(this_and_next(request))
     with serving(tmp_path / "serving", serves, pool) as keeper:
         save(asks, keeper)
@@ -58,7 +58,7 @@ def test_an_engine_of_the_next_release_is_served(way: str, request: pytest.Fixtu
 def test_an_engine_of_the_release_before_loads_and_nothing_of_it_is_kept(
     old: Release, new: Release, tmp_path: Path, pool: Path
 ) -> None:
-    """It cannot say which steps it accepted. Its log and the sidecar's name the remedy."""
+    """The older engine cannot state accepted steps, so its blocks are not kept. Its log and the sidecar's name the remedy."""
     remedy = "Install release 0.3.0 or later of Pillion's wheel in the engine's image"
     with serving(tmp_path / "serving", new, pool) as keeper:
         with connected(old, keeper) as engine:
@@ -75,7 +75,7 @@ def test_an_engine_of_the_release_before_loads_and_nothing_of_it_is_kept(
 def test_at_a_sidecar_of_the_release_before_an_engine_loads_and_saves_nothing(
     old: Release, new: Release, tmp_path: Path, pool: Path
 ) -> None:
-    """That sidecar would keep steps that were never accepted. The engine's log names the remedy."""
+    """The older sidecar would keep blocks of steps without acceptance. The engine's log names the remedy."""
     with serving(tmp_path / "serving", old, pool) as keeper:
         with connected(new, keeper) as engine:
             assert "upgrade the sidecar to 0.3.0 or later" in engine.state().notice.decode()
@@ -86,7 +86,7 @@ def test_at_a_sidecar_of_the_release_before_an_engine_loads_and_saves_nothing(
 
 
 def test_a_pool_file_of_the_other_release_is_adopted(pair: Pair, tmp_path: Path, pool: Path) -> None:
-    """There and back."""
+    """The next release adopts the blocks, and the first one adopts them again."""
     with serving(tmp_path / "first", pair.first, pool) as keeper:
         save(pair.first, keeper)
     for name, release in (("then", pair.then), ("back", pair.first)):
@@ -96,7 +96,7 @@ def test_a_pool_file_of_the_other_release_is_adopted(pair: Pair, tmp_path: Path,
 
 
 def test_an_ssd_log_of_the_other_release_is_adopted(pair: Pair, tmp_path: Path) -> None:
-    """There and back, each sidecar over a pool of its own."""
+    """The next release adopts the blocks, and the first one adopts them again; each sidecar has a pool of its own."""
     disk = tmp_path / "disk"
     with over_disk(tmp_path / "first", pair.first, disk) as keeper:
         save(pair.first, keeper)
@@ -118,7 +118,8 @@ def test_an_ssd_log_of_the_other_release_is_adopted(pair: Pair, tmp_path: Path) 
 def test_what_is_found_of_the_release_before(
     old: Release, new: Release, before: Stated, now: Stated, found: int, tmp_path: Path, pool: Path
 ) -> None:
-    """Blocks of sha256 are found, and were never searched for non-finite numbers. Blocks of xxhash have other keys now."""
+    """Blocks of sha256 are found, though the older release never searched them for non-finite numbers. Blocks of xxhash have
+    other keys now."""
     with serving(tmp_path / "before", old, pool) as keeper:
         save(old, keeper, before)
     with serving(tmp_path / "now", new, pool) as keeper:

@@ -1,5 +1,5 @@
-"""What tests, benchmarks and scripts share: real sidecars and engines, child processes, ports, metrics, watchdogs, files.
+"""The common parts of tests, benchmarks and scripts: real sidecars and engines, child processes, ports, metrics, watchdogs.
 
-Whoever uses it has this package's folder's parent, `tests`, on its path: tests/pytest.ini, benches/run and each program say so
-in one line, and `child.Child` passes it on to the processes that it starts.
+The folder `tests` must be on the path of their programs: tests/pytest.ini, benches/run and each program set it in one line, and
+`child.Child` passes it on to its processes.
 """

@@ -1,4 +1,4 @@
-"""Write a small LoRA adapter with random weights that show in the answer, as PEFT writes them."""
+"""Writes a small LoRA adapter in PEFT's form; its random weights change answers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 from testkit import model
 
 RANK = 8
-# How much an adapter adds is its alpha over its rank.
+# The scale of an adapter is its alpha over its rank.
 ALPHA = 16
-# Arguments of an engine that serves such adapters.
+# Arguments of an engine for such adapters.
 ARGUMENTS: dict[str, Any] = {"enable_lora": True, "max_lora_rank": RANK, "max_loras": 2}
 
 
 def write(directory: Path, seed: int, shape: model.Shape = model.TINY) -> Path:
-    """Write the adapter, in the place of one that may be there: new files, and so new times; returns the directory."""
+    """Writes the adapter, and replaces one at this place: new files, and so new times; returns the directory."""
     import torch
     from safetensors.torch import save_file
 
@@ -52,7 +52,7 @@ def write(directory: Path, seed: int, shape: model.Shape = model.TINY) -> Path:
 
 
 def overwrite(directory: Path, source: Path) -> None:
-    """Put another adapter's bytes into the present files. They keep size, mtime and inode."""
+    """Puts another adapter's bytes into the present files. They keep size, mtime and inode."""
     for old in directory.iterdir():
         before, new = old.stat(), (source / old.name).read_bytes()
         assert len(new) == before.st_size

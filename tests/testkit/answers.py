@@ -10,7 +10,7 @@ CLOSE = 0.15
 
 
 def alike(answer: dict[str, Any], right: dict[str, Any]) -> bool:
-    """Whether the tokens are equal, up to one as likely in the right answer as its own choice."""
+    """True if the tokens are equal, up to one as likely in the right answer as its own choice."""
     for got, expected, row in zip(answer["tokens"], right["tokens"], right["logprobs"], strict=True):
         if got != expected:
             return bool(row[str(expected)] - row.get(str(got), float("-inf")) < CLOSE)

@@ -1,4 +1,4 @@
-"""Asks an engine one prompt and tells what came of it: the answer's tokens, and how many of the prompt's the cache gave."""
+"""Asks an engine one prompt: the answer's tokens, and how many of the prompt's tokens were loaded from the cache."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any
 from testkit import engine, prompts, sidecar
 
 OUTPUT_TOKENS = 8
-# So long that what an engine's first hit leaves to be computed, to compare with, is less than a twentieth of it.
+# So long that the part of an engine's first hit left for its check is less than a twentieth.
 PROMPT_TOKENS = 1600
 # For an engine that checks its first hit.
 CHECKING = {"pillion.check_every": 1000}
-# What counts as hitting wholly.
+# The least share of a whole hit.
 SHARE = 0.95
 
 Answer = tuple[list[int], int]
 
 
 def prompt(seed: int) -> list[int]:
-    """A prompt of that length."""
+    """A prompt of `PROMPT_TOKENS` tokens."""
     return prompts.prompt(PROMPT_TOKENS, seed)
 
 
 def whole(hits: int) -> bool:
-    """Whether so many hits of such a prompt are all that could be."""
+    """True if the hit is as long as a hit of such a prompt can be."""
     return hits >= SHARE * prompts.hit_tokens(PROMPT_TOKENS)
 
 
@@ -43,16 +43,16 @@ def again(running: engine.Engine, asked: list[int], **more: Any) -> Answer:
 
 
 def keep(keeper: sidecar.Sidecar, running: engine.Engine, asked: list[int], **more: Any) -> Answer:
-    """As `ask`, and all of the prompt's blocks are kept then, which none of them was before."""
+    """As `ask`, for a prompt without kept blocks; all of its blocks are kept afterwards."""
     before = keeper.metrics()["pillion_saved_blocks_total"]
     answer = ask(running, asked, **more)
-    assert answer[1] == 0, "a hit on a prompt that was to be kept for the first time"
+    assert answer[1] == 0, "a hit on a prompt without kept blocks"
     keeper.wait_metric("pillion_saved_blocks_total", before + prompts.stored_blocks(len(asked), 0))
     return answer
 
 
 def right(options: engine.Options, log: Path, *asked: list[int], **more: Any) -> list[list[int]]:
-    """What vLLM answers without a connector."""
+    """The answers of vLLM without a connector."""
     with engine.running(dataclasses.replace(options, socket=None), log) as plain:
         answers = [ask(plain, one, **more)[0] for one in asked]
         plain.exit()

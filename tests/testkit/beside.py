@@ -25,7 +25,7 @@ def nixl() -> dict[str, Any]:
 
 
 def has_nixl() -> bool:
-    """Whether its library is here."""
+    """True if NIXL's library is installed."""
     return importlib.util.find_spec("nixl") is not None
 
 

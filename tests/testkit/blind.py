@@ -1,4 +1,4 @@
-"""Takes from Pillion in this process all that tells KV apart but the standing check: facts, samples, digests of adapters."""
+"""Removes from Pillion in this process all that separates KV but the standing check: facts, samples, digests of adapters."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from pillion.facts import Facts
 from pillion.live import Live
 from pillion.sample import DIGEST_BYTES
 
-# By which an engine of another configuration or other weights is told apart.
+# Facts that separate engines of another configuration or other weights.
 HIDDEN = ("config", "rotary", "weights", "model_class")
 SAME = bytes(DIGEST_BYTES)
 
 
 class BlindAdapters:
-    """Takes every adapter for the same."""
+    """Gives every adapter the same fold."""
 
     def __init__(self, *_: Any) -> None:
         pass
 
     def word(self, request: Any) -> bytes:
-        """The fold of all."""
+        """The fold of each adapter."""
         return SAME
 
     def take_notices(self) -> list[str]:
-        """None."""
+        """No notices."""
         return []
 
     def __getattr__(self, name: str) -> Any:
@@ -33,7 +33,7 @@ class BlindAdapters:
 
 
 def make() -> None:
-    """Has every engine that starts here state what every other one does."""
+    """Has every engine of this process state the same values."""
     stated = Facts.stated
 
     def hidden(self: Facts, form: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""A process that is driven by lines on its standard input and output: `Child` is the parent's end, `Parent` the child's.
+"""A process driven by lines on its standard input and output: `Child` is the parent's end, `Parent` the child's end.
 
 Most children speak JSON, one value a line. A child's other output goes to its log.
 """
@@ -20,18 +20,18 @@ from testkit.fork_server import Forked, ForkServer
 from testkit.process import EXIT_WATCHDOG_S, Process, start
 from testkit.waiting import allow, outlasted
 
-# The folder that holds this package.
+# The folder of this package.
 TESTS = Path(__file__).resolve().parents[1]
 CHUNK_BYTES = 1 << 20
 
 
 def python(module: str, *arguments: str) -> list[str]:
-    """The command of a Python program, found on the path that `Child` sets and on no other."""
+    """The command of a Python program; Python finds the module on the path that `Child` sets alone."""
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def python_path(path: Iterable[Path] = ()) -> dict[str, str]:
-    """The variable by which Python finds `path`, then testkit, then what this process was told."""
+    """The variable by which Python finds `path`, then testkit, then this process's own path."""
     return {"PYTHONPATH": os.pathsep.join([*map(str, path), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
@@ -45,14 +45,15 @@ class Child(Process):
         environment: Mapping[str, str] | None = None,
         path: Iterable[Path] = (),
     ) -> None:
-        """Standard error is appended to `log`, without one it is this process's. Python finds `path`, then testkit."""
+        """Appends standard error to `log`; without a log it goes to this process's standard error. Python finds `path`, then
+        testkit."""
         variables = python_path(path) | dict(environment or {})
         started = start(command, log, stdin=subprocess.PIPE, stdout=subprocess.PIPE, environment=variables)
         self._take(started, command, log)
 
     @classmethod
     def copied(cls, server: ForkServer) -> Child:
-        """A copy of a process that has imported what it needs."""
+        """A copy of a process that has done its imports."""
         child = cls.__new__(cls)
         child._take(server.fork(), server.command, server.log)
         return child
@@ -64,7 +65,7 @@ class Child(Process):
         self._unread = b""
 
     def tell(self, message: Any) -> None:
-        """Send a value as JSON."""
+        """Sends a value as JSON."""
         self.write(json.dumps(message))
 
     def hear(self, watchdog_s: float) -> Any:
@@ -72,7 +73,7 @@ class Child(Process):
         return json.loads(self.line(watchdog_s))
 
     def write(self, line: str) -> None:
-        """Send a line."""
+        """Sends a line."""
         try:
             self._stdin.write(line.encode() + b"\n")
             self._stdin.flush()
@@ -87,7 +88,7 @@ class Child(Process):
         return line
 
     def line_within(self, patience_s: float) -> str | None:
-        """The next line if it comes within that time. The end of the child is a failure."""
+        """The next line, or None if it does not come within that time. The end of the child is an error."""
         deadline = time.monotonic() + patience_s
         while b"\n" not in self._unread:
             readable, _, _ = select.select([self._stdout], [], [], max(0.0, deadline - time.monotonic()))
@@ -101,33 +102,33 @@ class Child(Process):
         return line.decode()
 
     def close_input(self) -> None:
-        """Which tells most children to end."""
+        """Closes the child's input; most children end then."""
         with contextlib.suppress(BrokenPipeError):
             self._stdin.close()
 
     def close(self) -> None:
-        """`kill`, and hear no more. Without it, what the child had said can be heard after its end."""
+        """Kills the child and closes its pipes. After `kill` alone, the child's last lines can still be read."""
         self.kill()
         self.close_input()
         self._stdout.close()
 
 
 class Parent:
-    """The child's end. From its making on, what is printed goes to standard error, and standard output has lines alone."""
+    """The child's end. Once it is made, prints go to standard error, and standard output has lines alone."""
 
     def __init__(self) -> None:
         self._answers = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
 
     def log_to(self, log: Path | str) -> None:
-        """Print into a file from now on."""
+        """Redirects output into a file from now on."""
         file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         os.dup2(file, 1)
         os.dup2(file, 2)
         os.close(file)
 
     def tell(self, message: Any) -> None:
-        """Send a value as JSON."""
+        """Sends a value as JSON."""
         self._answers.write(json.dumps(message) + "\n")
         self._answers.flush()
 

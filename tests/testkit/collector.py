@@ -16,13 +16,13 @@ from testkit.waiting import wait_for
 
 @dataclass
 class Collector:
-    """What it was sent; it answers with `status`, once `answers` is set."""
+    """The spans received; it answers with `status`, once `answers` is set."""
 
     url: str
     status: int = 200
     answers: threading.Event = field(default_factory=threading.Event)
     spans: list[Any] = field(default_factory=list)
-    # Of the service that sent last.
+    # The attributes of the service that sent last.
     resource: dict[str, Any] = field(default_factory=dict)
 
     def records(self) -> dict[str, dict[str, Any]]:
@@ -32,11 +32,11 @@ class Collector:
         return {one.pop("gen_ai.request.id"): one for one in told}
 
     def wait(self) -> None:
-        """Until a record has come."""
+        """Waits until a record has come."""
         wait_for(lambda: bool(self.spans), "a record")
 
     def take(self, body: bytes) -> None:
-        """One request."""
+        """Takes the body of one request."""
         for sent in ExportTraceServiceRequest.FromString(body).resource_spans:
             self.resource = _plain(sent.resource.attributes)
             for scope in sent.scope_spans:
@@ -49,7 +49,7 @@ def _plain(attributes: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def collecting(status: int = 200, silent: bool = False) -> Iterator[Collector]:
-    """Receives until the end of the block."""
+    """Runs a receiver until the end of the block."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 
 BLOCK_TOKENS = 128
-# (lane, low half in the second step, in the third, byte of the high halves that differs, its two values in each step)
+# (lane, low half in the second step, in the third, index of the differing byte of the high halves, its two values in each step)
 _CANCELLED = (
     (0, (14, 5, 8, 8), (12, 18, 14, 14), 0, (13, 16), (7, 4)),
     (0, (14, 6, 8, 11), (12, 13, 14, 19), 0, (13, 16), (7, 4)),
@@ -26,7 +26,7 @@ _BEFORE, _BESIDE, _LANE_TOKENS = 22, 28, 4
 
 
 def pair(seed: int) -> tuple[list[int], list[int]]:
-    """Two blocks of tokens that differ in two of them, and hash alike."""
+    """Two blocks of equal hashes; they differ in two tokens."""
     dice = random.Random(seed)
     lane, *lows, place, second, third = dice.choice(_CANCELLED)
     before = dice.choices(_LONG, k=_BEFORE + _LANE_TOKENS * lane)

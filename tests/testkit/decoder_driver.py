@@ -1,9 +1,9 @@
-"""A decoder of examples/, which must be on Python's path: one JSON line is asked, one answered, without vLLM.
+"""Runs a decoder of examples/, which must be on Python's path, without vLLM: one JSON line in, one out.
 
-Asked: example, the decoder's module; socket and model; control, the socket of `pillion ctl` where the namespace is known;
-prompts; answers, another engine's `tokens` and `logprobs` (all tokens' for each), to compare with; spoils, ways to read
-wrongly what was loaded, each of which is a run after the right one, and `cold`, which loads nothing; saves, whether the runs
-keep what they compute. With transformers also dtype, and forced: whether each token is computed behind those of the answer.
+The input has `example`, the decoder's module; `socket` and `model`; `control`, the control socket of a sidecar with the
+namespace; `prompts`; `answers`, another engine's `tokens` and `logprobs` (of all tokens) to compare with; `spoils`, wrong ways
+to read loaded blocks, each a run after the right one, and `cold`, which loads nothing; `saves`, true if the runs save their
+blocks. With transformers also `dtype`, and `forced`, true if each token is computed after those of the answer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pillion.engine import Request
 
 
 class Decoder:
-    """The example, with what it loads counted, timed and spoiled."""
+    """The example, with its loads counted, timed and spoiled."""
 
     def __init__(self, asked: dict[str, Any]) -> None:
         example = importlib.import_module(asked["example"])
@@ -40,7 +40,7 @@ class Decoder:
 
     def run(self, how: str, prompts: list[list[int]], answers: list[dict[str, Any]]) -> dict[str, Any]:
         """Answers every prompt: how many tokens are the other engine's, how many are among those of the largest logit in both,
-        and how far the probabilities are from its own."""
+        and the largest difference of probabilities."""
         self._how, self._blocks = how, 0
         self._seconds: list[list[float]] = []
         equal, alike, difference = 0, 0, 0.0
@@ -79,7 +79,7 @@ class Decoder:
         self._seconds[-1].append(time.perf_counter() - began)
         if self._how == "zeroed":
             return k * 0, v * 0
-        # A copy, of numpy and of torch: what is read may be the blocks themselves.
+        # Copies, of numpy or torch: the arrays may be the blocks themselves.
         k, v = k * 1, v * 1
         if self._how == "last shard":
             k[:, k.shape[1] // self._kv.namespace.shards :] *= 0
@@ -96,7 +96,7 @@ class Decoder:
 
 
 def main() -> None:
-    """Answers what was asked."""
+    """Runs the input's decoder and prints the result."""
     torch.set_num_threads(1)
     asked = json.loads(sys.stdin.readline())
     decoder = Decoder(asked)

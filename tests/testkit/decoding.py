@@ -1,4 +1,4 @@
-"""What tests of engines other than vLLM share: prompts, vLLM's answers to them, and decoders of examples/ run on them."""
+"""Common parts of the tests of other engines than vLLM: prompts, vLLM's answers, and runs of the decoders of examples/."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ NEW = 48
 TOKENS = NEW * len(PROMPTS)
 HITS = sum(prompts.hit_tokens(len(tokens)) for tokens in PROMPTS)
 KEPT = sum(prompts.stored_blocks(len(tokens), NEW) for tokens in PROMPTS)
-# What the user says in the next turn.
+# The user's words in the next turn.
 SAID = prompts.prompt(16, seed=1)
-# Of `TOKENS`, where KV is not right: some are equal by chance.
+# The most equal tokens out of `TOKENS` with wrong KV: some are equal by chance.
 EQUAL_MAX = 60
 WATCHDOG_S = 300
 
@@ -30,7 +30,7 @@ Answers = list[dict[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Prefilled:
-    """A sidecar with vLLM's KV of prompts and answers, how that vLLM was started, and what it answered."""
+    """A sidecar with vLLM's KV of prompts and answers, the options of that vLLM, and its answers."""
 
     keeper: sidecar.Sidecar
     options: engine.Options
@@ -39,7 +39,7 @@ class Prefilled:
 
 @contextlib.contextmanager
 def prefilled(directory: Path, weights: Path, **changed: Any) -> Iterator[Prefilled]:
-    """vLLM, started with changed options, has kept all blocks and is gone."""
+    """The state after a vLLM with changed options has saved all blocks and ended."""
     with sidecar.serving(directory) as keeper:
         arguments = {"max_logprobs": model.TINY.vocab}
         options = engine.Options(model=weights, socket=keeper.socket, arguments=arguments, **changed)
@@ -53,7 +53,7 @@ def prefilled(directory: Path, weights: Path, **changed: Any) -> Iterator[Prefil
 def decoded(
     example: str, socket: Path, known: sidecar.Sidecar, directory: Path, answers: Answers, **more: Any
 ) -> dict[str, Any]:
-    """What a decoder of examples/ makes of the prompts, in the namespace that a sidecar knows; see decoder_driver.py."""
+    """The answers of a decoder of examples/ to the prompts, in the namespace of the sidecar `known`; see decoder_driver.py."""
     control = str(known.socket.with_suffix(".control.sock"))
     asked = {
         "example": example,
@@ -84,7 +84,7 @@ def ask(running: engine.Engine, asked: list[list[int]]) -> Answers:
 
 
 def next_turn(answers: Answers) -> list[list[int]]:
-    """Prompts that begin with the ones before and their answers."""
+    """Prompts that continue the earlier prompts and their answers."""
     return [[*tokens, *answer["tokens"], *SAID] for tokens, answer in zip(PROMPTS, answers, strict=True)]
 
 

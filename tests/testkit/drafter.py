@@ -19,7 +19,7 @@ ROUNDING = 1e-3
 
 
 def agree(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two answers have the same tokens, and logprobs but for rounding."""
+    """True if two answers have the same tokens, and logprobs but for rounding."""
     pairs = [
         (left[token], right.get(token, 0.0))
         for left, right in zip(one["logprobs"], other["logprobs"], strict=True)

@@ -16,7 +16,7 @@ from testkit.child import Child, python, python_path
 from testkit.fork_server import ForkServer
 from testkit.waiting import Failed, allow, outlasted, wait_for
 
-# Watchdogs only: no test asserts on them. Two ranks that are spawned take about 35 s to start on two idle cores.
+# Watchdogs only: no test asserts on them. Two spawned ranks take about 35 s to start on two idle cores.
 START_WATCHDOG_S = 300
 COMMAND_WATCHDOG_S = 300
 BLOCK_TOKENS = 32
@@ -24,7 +24,7 @@ BLOCK_TOKENS = 32
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How an engine is started. `load` and `copy` only matter with a connector (`socket` set)."""
+    """Options of an engine. `load` and `copy` only matter with a connector (`socket` set)."""
 
     model: Path
     socket: Path | None = None
@@ -32,7 +32,7 @@ class Options:
     copy: Literal["auto", "engine", "sidecar"] = "engine"
     multiprocess: bool = False
     tensor_parallel: int = 1
-    # Its processes are programs started anew, as the CPU build and `vllm serve` have it, not forked.
+    # True if its processes are started as new programs, as by the CPU build and `vllm serve`, and not forked.
     spawned: bool = False
     failure_policy: Literal["recompute", "fail"] = "recompute"
     blocks: int | None = None
@@ -44,7 +44,7 @@ class Options:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     # The module of the connector.
     connector: str = "pillion.connector"
-    # What the connector calls the engine; vLLM makes one up.
+    # The engine's id for the connector; vLLM makes one up.
     engine_id: str | None = None
     # More keys of the connector, arguments of `vllm.LLM`, and variables of the environment.
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -52,7 +52,7 @@ class Options:
     variables: dict[str, str] = dataclasses.field(default_factory=dict)
     # A file for the duration of every schedule() call; see timed_scheduler.py.
     schedule_times: Path | None = None
-    # Put before the engine's command; see mounts.py.
+    # The words before the engine's command; see mounts.py.
     prefix: tuple[str, ...] = ()
 
     def llm_arguments(self) -> dict[str, Any]:
@@ -65,7 +65,7 @@ class Options:
             "dtype": self.dtype,
         }
         optional = {
-            # vLLM refuses blocks that cannot hold one whole request; it keeps one block for itself.
+            # vLLM refuses blocks for less than one whole request; it keeps one block for itself.
             "max_model_len": (self.blocks - 2) * BLOCK_TOKENS if self.blocks else None,
             "num_gpu_blocks_override": self.blocks,
             "max_num_batched_tokens": self.batched_tokens,
@@ -89,16 +89,16 @@ class Options:
                 "pillion.socket": str(self.socket),
                 "pillion.load": self.load,
                 "pillion.copy": self.copy,
-                # A test that counts hits must not lose one to the 2 ms of the default.
+                # A test that counts hits must not lose one to the default of 2 ms.
                 "pillion.query_timeout_us": HIT_BUDGET_US,
-                # Nor the end of one to the standing check, unless it is what is tested.
+                # The standing check, where it is not tested, must not shorten a hit.
                 "pillion.check_every": 0,
                 **self.extra,
             },
         }
 
     def environment(self) -> dict[str, str]:
-        """The engine's environment: offline, hashes that match across processes, few threads."""
+        """The engine's environment: offline, equal hashes in all processes, few threads."""
         return {
             "HF_HUB_OFFLINE": "1",
             "TRANSFORMERS_OFFLINE": "1",
@@ -112,23 +112,23 @@ class Options:
         }
 
 
-# The process whose copies are drivers, once there is one: it has imported vLLM, or is about to.
+# The process to copy for drivers, once there is one: it imports vLLM.
 _server: list[ForkServer] = []
 SERVER_OMP_THREADS = 1
 DRIVER = "testkit.engine_driver"
-# A process that has asked a GPU's driver anything must not be copied.
+# A process that has called a GPU's driver must not be copied.
 GPU_DRIVER = Path("/dev/nvidiactl")
-# A test that needs a hit must not miss it because the sidecar had no core for a while.
+# A test that needs a hit must not miss it while the sidecar waits for a core.
 HIT_BUDGET_US = 10_000_000
-# Less than a block: an engine steps for it, and neither asks for any of it nor keeps it.
+# Less than a block: an engine steps for it, without a query or a save.
 NUDGE = list(range(3, 11))
-# What `Engine.states` says of an engine that is served, and of one whose ranks have yet to say what they compute with.
+# `Engine.states` of a served engine, and of one whose ranks have not stated their weights yet.
 SERVED, UNBOUND = ["serving"], ["unbound"]
 
 
 def _driver(options: Options) -> Child:
-    """A driver process: a copy of the one that has imported vLLM, where it may be one."""
-    # What libraries read when they are imported; the rest comes with the engine's role, and so does its log.
+    """A driver process: a copy of the process that imported vLLM, where copying is possible."""
+    # Variables that libraries read when they are imported; the others come with the engine's role, and so does its log.
     environment = {"OMP_NUM_THREADS": str(options.omp_threads), "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     if options.omp_threads != SERVER_OMP_THREADS or options.prefix or GPU_DRIVER.exists():
         return Child([*options.prefix, *python(DRIVER)], Path(os.devnull), environment)
@@ -144,7 +144,7 @@ def _end_server() -> None:
 
 
 class Engine:
-    """One vLLM engine: the driver process and whatever processes vLLM starts below it."""
+    """One vLLM engine: the driver process and the processes that vLLM starts below it."""
 
     def __init__(self, options: Options, log: Path) -> None:
         self.options = options
@@ -157,7 +157,7 @@ class Engine:
         self._driver.tell({**role, "log": str(log)})
 
     def wait_started(self) -> Engine:
-        """This engine, once it can be used."""
+        """Waits until this engine can be used, and returns it."""
         self._read_answer(START_WATCHDOG_S, "started engine")
         return self
 
@@ -173,7 +173,7 @@ class Engine:
         return dict(self.command("metrics"))
 
     def states(self) -> list[str]:
-        """What it got of Pillion in its last step, as vLLM's metrics show it."""
+        """The engine's states of its last step, by vLLM's metrics."""
         return list(self.command("states"))
 
     def nudge(self, **more: Any) -> None:
@@ -181,25 +181,25 @@ class Engine:
         self.generate([NUDGE], max_tokens=1, logprobs=0, **more)
 
     def wait_served(self) -> None:
-        """Has it step until its sidecar serves it, if it has a connector. Its ranks say in a step what they compute with, and a
-        query waits 200 ms for that. On a busy machine it may take longer: a test that counts hits waits here."""
+        """Has an engine with a connector step until its sidecar serves it. Its ranks state their weights in a step, and a query
+        waits 200 ms for that. On a busy machine that may be too short: a test that counts hits waits here."""
         if self.options.socket is not None:
             self._step_until(lambda: self.states() == SERVED, "service by the sidecar")
 
     def reset_prefix_cache(self, reset_connector: bool = False, until_served: bool = True) -> bool:
-        """What vLLM's reset_prefix_cache answers; see `_asking_ranks`."""
+        """The result of vLLM's reset_prefix_cache; see `_asking_ranks`."""
         with self._asking_ranks(until_served):
             return bool(self.command("reset_prefix_cache", reset_connector=reset_connector))
 
     def rpc(self, method: str, until_served: bool = True, **arguments: Any) -> None:
-        """Call a method of every rank through vLLM; see `_asking_ranks`."""
+        """Calls a method of every rank through vLLM; see `_asking_ranks`."""
         with self._asking_ranks(until_served):
             self.command("rpc", method=method, arguments=arguments)
 
     @contextlib.contextmanager
     def _asking_ranks(self, until_served: bool) -> Iterator[None]:
-        """What is done here asks the ranks anew what they compute with. An engine that was served steps until they have said
-        so, or until its sidecar is gone; one that is not to be served the same again may be left as it is."""
+        """The block makes the ranks state their weights again. Afterwards an engine that was served steps until they have, or
+        until its sidecar is gone. With `until_served` false it does not step."""
         was_served = until_served and self.states() == SERVED
         yield
         if was_served:
@@ -222,11 +222,11 @@ class Engine:
         self.wait_served()
 
     def alter(self, function: Callable[[Any], None]) -> None:
-        """Change the model of an engine of one process with a function of a module, without vLLM's seeing it."""
+        """Changes the model of an engine of one process with a function of a module, without vLLM's knowledge."""
         self.command("alter", function=f"{function.__module__}:{function.__qualname__}")
 
     def command(self, name: str, **arguments: Any) -> Any:
-        """Send one command and return its result."""
+        """Sends one command and returns its result."""
         self._send(name, **arguments)
         return self._read_answer(COMMAND_WATCHDOG_S, f"answer to {name!r}")
 
@@ -236,19 +236,19 @@ class Engine:
     def ask(
         self, number: int, prompt: list[int], max_tokens: int, logprobs: int = 0, transfer: dict[str, Any] | None = None
     ) -> None:
-        """Add a request to those in flight; `answered` gives its answer back. `transfer`: its kv_transfer_params."""
+        """Adds a request to those in flight; `answered` returns its answer. `transfer`: its kv_transfer_params."""
         more = {"extra_args": {"kv_transfer_params": transfer}} if transfer else {}
         self._send("ask", number=number, prompt=prompt, sampling={"max_tokens": max_tokens, "logprobs": logprobs, **more})
 
     def answered(self, patience_s: float) -> list[dict[str, Any]]:
-        """Answers of `ask` since the last call, each with its number as `answered`; waits so long for the first."""
+        """The answers of `ask` since the last call, each with its number as `answered`; waits `patience_s` for the first."""
         if not self._answered and (line := self._driver.line_within(patience_s)) is not None:
             self._note(json.loads(line))
         answered, self._answered = self._answered, []
         return answered
 
     def processes(self) -> list[int]:
-        """The processes that work for this engine: the driver itself, or what vLLM started below it."""
+        """The processes of this engine: those that vLLM started below the driver, or the driver itself."""
         return _descendants(self._driver.pid) or [self._driver.pid]
 
     def failed(self, reason: str) -> Failed:
@@ -256,15 +256,15 @@ class Engine:
         return self._driver.failed(reason)
 
     def crash(self) -> None:
-        """End every process of the engine at once; what it had answered can still be read."""
+        """Kills every process of the engine at once; its earlier answers can still be read."""
         self._driver.kill()
 
     def kill(self) -> None:
-        """End every process of the engine at once, as a crash would."""
+        """Kills every process of the engine at once, as a crash would."""
         self._driver.close()
 
     def exit(self) -> None:
-        """End the engine as a user would; its exit must be clean."""
+        """Ends the engine as a user would; its exit must be clean."""
         self.command("exit")
         self._driver.wait_exit()
 
@@ -277,7 +277,7 @@ class Engine:
         raise self.failed(outlasted(what, watchdog_s))
 
     def _note(self, line: dict[str, Any]) -> bool:
-        """Whether the line is an answer of `ask`, which is then kept."""
+        """Keeps an answer of `ask` and returns true; false for other lines. An error line raises."""
         if "error" in line:
             raise self.failed(line["error"])
         if "answered" in line:
@@ -298,7 +298,7 @@ def _descendants(pid: int) -> list[int]:
 
 @contextlib.contextmanager
 def running(options: Options, log: Path, until_served: bool = True) -> Iterator[Engine]:
-    """A started engine that is gone, whatever happens, when the block ends. It is served, unless it is not to be."""
+    """A started engine, killed at the block's end in any case. Its sidecar serves it, unless `until_served` is false."""
     engine = Engine(options, log)
     try:
         engine.wait_started()

@@ -1,9 +1,8 @@
 """A real vLLM engine in a process of its own, driven by JSON lines.
 
-Commands come on stdin, one answer each goes to the original stdout; everything that vLLM prints goes
-to the engine's log. Started by `testkit.engine`, whose first line says what engine it is to be.
-`ask` alone has no answer of its own: its request is stepped beside whatever comes, and a line with
-`answered` follows when it is done.
+Commands come on stdin, one answer each goes to the original stdout; all prints of vLLM go to the engine's log. `testkit.engine`
+starts it and sends the engine's options in the first line. `ask` alone has no answer of its own: its request is stepped beside
+other commands, and a line with `answered` follows at its end.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ from testkit.child import Parent
 if current_platform.is_cpu():
     import vllm.v1.worker.cpu_worker
 
-# Set for an engine of one process that is to tell KV apart by the standing check alone; see blind.py.
+# Set for an engine of one process that separates KV by the standing check alone; see blind.py.
 BLIND = "PILLION_TEST_BLIND"
-# Counters of vLLM's own (Prometheus) metrics that the tests assert on, by the short name they use.
+# Counters of vLLM's own (Prometheus) metrics for the tests, by short names.
 COUNTERS = {
     "vllm:external_prefix_cache_queries": "external_queries",
     "vllm:external_prefix_cache_hits": "external_hits",
@@ -44,7 +43,7 @@ COUNTERS = {
 
 
 class Driver:
-    """Steps the engine by hand, so that first-token times and aborts are seen step by step."""
+    """Steps the engine by hand, so first-token times and aborts are seen step by step."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         if current_platform.is_cpu() and (config := Path(arguments["model"]) / "config.json").exists():
@@ -79,11 +78,11 @@ class Driver:
         return request_id
 
     def ask(self, number: int, prompt: list[int], sampling: dict[str, Any]) -> None:
-        """Add a request to those in flight."""
+        """Adds a request to those in flight."""
         self._asked[self._add(prompt, sampling)] = (number, _new_answer())
 
     def squeeze(self, running: list[int], urgent: list[int], sampling: dict[str, Any]) -> None:
-        """Answers a prompt beside which a more urgent one comes once its first step is done."""
+        """Answers a prompt; a more urgent one arrives after its first step."""
         scheduler = self._engine.engine_core.engine_core.scheduler
         self._add(running, sampling, priority=1)
         while not any(request.num_computed_tokens for request in scheduler.running):
@@ -102,7 +101,7 @@ class Driver:
         return len(self._asked)
 
     def step(self) -> Iterator[dict[str, Any]]:
-        """One step; the answers of `ask` that it ended."""
+        """Plays one step; the answers of `ask` that it ended."""
         for output in self._engine.step():
             number, answer = self._asked[output.request_id]
             self._note(answer, output)
@@ -119,11 +118,10 @@ class Driver:
         lora: dict[str, Any] | None = None,
         salt: str | None = None,
     ) -> list[dict[str, Any]]:
-        """Answer all prompts, in order.
+        """Answers all prompts, in order.
 
-        `abort_after_steps` aborts the prompt of an index after so many steps; `space_steps` adds one
-        prompt every so many steps instead of all at once. `lora` has the fields of an adapter's request; `salt` is
-        the requests' cache_salt.
+        `abort_after_steps` aborts the prompt of an index after so many steps; `space_steps` adds one prompt every so many steps
+        instead of all at once. `lora` has the fields of an adapter's request; `salt` is the requests' cache_salt.
         """
         assert not self._asked, "generate() steps its own requests alone"
         aborts = {int(index): steps for index, steps in (abort_after_steps or {}).items()}
@@ -175,7 +173,7 @@ class Driver:
         return found
 
     def states(self) -> list[str]:
-        """What this engine got of Pillion in its last step."""
+        """This engine's states of its last step."""
         shown = [metric for metric in self._llm.get_metrics() if metric.name == "vllm:pillion_engine_state"]
         return [metric.labels["state"] for metric in shown if metric.value == 1]
 
@@ -196,14 +194,15 @@ class Driver:
         self._llm.collective_rpc(method, kwargs=arguments)
 
     def alter(self, function: str) -> None:
-        """Calls `module:function` with the model of the only rank, in this process and past vLLM, which does not see it."""
+        """Calls `module:function` with the model of the only rank, in this process and without vLLM's knowledge."""
         module, _, name = function.partition(":")
         worker = self._engine.model_executor.driver_worker
         getattr(importlib.import_module(module), name)(worker.get_model())
 
 
 def _register(architectures: list[str]) -> None:
-    """Imports a model's class here: vLLM would look at one that it has not met in a process that imports all of vLLM anew."""
+    """Imports a model's class in this process: otherwise vLLM would start a process that imports all of vLLM to look at the
+    class."""
     for name in architectures:
         ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
@@ -215,7 +214,7 @@ def _new_answer() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Read what engine to be, be it, and serve commands until stdin closes or `exit` comes."""
+    """Reads the engine's role, starts it, and serves commands until stdin closes or `exit` comes."""
     parent = Parent()
     role = parent.hear()
     if role is None:
@@ -223,7 +222,7 @@ def main() -> None:
     parent.log_to(role["log"])
     os.environ.update(role["environment"])
     if current_platform.is_cpu() and not role["spawned"]:
-        # As on a GPU. What the CPU build starts instead imports all of vLLM anew, for each of its processes.
+        # As on a GPU. The CPU build's default method imports all of vLLM again, for each of its processes.
         vllm.envs.environment_variables["VLLM_WORKER_MULTIPROC_METHOD"] = lambda: "fork"
     if os.environ.get(BLIND) == "1":
         importlib.import_module("testkit.blind").make()
@@ -237,7 +236,7 @@ def main() -> None:
 
 
 def _lines() -> queue.SimpleQueue[bytes | None]:
-    """Lines of stdin, then None. Read by a thread: commands are seen while requests are stepped."""
+    """Lines of stdin, then None. A thread reads them, so commands are seen while requests are stepped."""
     lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
 
     def read() -> None:

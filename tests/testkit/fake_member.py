@@ -41,7 +41,7 @@ class Manner(enum.Enum):
     # It has none of them.
     LACKS = "lacks"
     SLOW = "slow"
-    # It accepts connections and says nothing.
+    # It accepts connections and answers nothing.
     SILENT = "silent"
     # Packets to its block port get lost.
     LOST = "lost"
@@ -85,7 +85,7 @@ class FakeMember:
         self._server.start()
 
     def announce(self, digests: Sequence[int]) -> None:
-        """Says: these blocks are kept, too."""
+        """Announces that it keeps these blocks, too."""
         for first in range(0, len(digests), BATCH):
             some = digests[first : first + BATCH]
             with self._changed:
@@ -94,13 +94,13 @@ class FakeMember:
                 self._tell(_reply(4, _number(1, after) + _number(2, self._sequence) + _packed(4, some)))
 
     def promise(self, digests: Sequence[int]) -> None:
-        """Says: the prompts with these last keys are computed, and no others."""
+        """Promises the prompts with these last keys, and no others."""
         with self._changed:
             self._promised = _reply(6, _packed(1, digests))
             self._tell(self._promised)
 
     def close(self) -> None:
-        """Leaves the mesh without a word."""
+        """Leaves the mesh without a message."""
         self._server.stop(None)
         self._pool.shutdown(wait=False, cancel_futures=True)
         for one in self._sockets:

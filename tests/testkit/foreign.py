@@ -49,7 +49,7 @@ class ForeignEngine:
         )
 
     def gathered(self, form: str, shards: int, blocks: bytes) -> bytes:
-        """K and V of blocks as it reads them."""
+        """K and V of blocks, as the engine reads them."""
         command = self._command("gather", form, shards)
         return subprocess.run(command, input=blocks, stdout=subprocess.PIPE, timeout=WATCHDOG_S, check=True).stdout
 

@@ -1,4 +1,4 @@
-"""A process that imports a module once and becomes many: a copy of it runs the module's `main`.
+"""A process that imports a module once and is copied many times: a copy runs the module's `main`.
 
 vLLM takes tens of seconds to import, and its import starts no thread, so a copy is as good as a new process.
 """
@@ -21,7 +21,7 @@ from testkit.process import Process, start
 
 
 class Forked:
-    """A copy, as `subprocess.Popen` shows a process whose standard input and output are pipes."""
+    """A copy with the interface of `subprocess.Popen` and pipes for its standard input and output."""
 
     def __init__(self, pid: int, stdin: int, stdout: int, status: int) -> None:
         self.pid = pid
@@ -44,17 +44,17 @@ class Forked:
 
     def _await(self, timeout: float | None) -> int | None:
         if select.select([self._status], [], [], timeout)[0]:
-            # Several threads may wait for one end, which is told once.
+            # Several threads may wait for one end, and the server sends the status once.
             with self._lock:
                 if self.returncode is None:
                     said = self._status.read(16)
-                    # The server says it, unless it was killed, and all its copies with it.
+                    # The server sends the status, unless it was killed with all its copies.
                     self.returncode = int(said) if said else -signal.SIGKILL
         return self.returncode
 
 
 class ForkServer(Process):
-    """The process that is copied. It ends when its socket is closed."""
+    """The process to copy. It ends when its socket is closed."""
 
     def __init__(self, command: list[str], environment: dict[str, str]) -> None:
         """`command` runs this module; the socket's number is its last argument."""
@@ -79,7 +79,7 @@ class ForkServer(Process):
 
 
 def _serve(control: socket.socket) -> list[int] | None:
-    """Copies this process whenever it is asked to: in a copy, its input and output; in the server, None at its end."""
+    """Copies this process at each request: returns input and output in a copy, and None in the server at its end."""
     awake, wake = socket.socketpair()
     wake.setblocking(False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -121,9 +121,9 @@ def _report_ended(running: dict[int, int]) -> None:
 
 
 def main() -> None:
-    """Import the module that the first argument names, and serve; the second is the socket's number."""
+    """Imports the module of the first argument, and serves; the second is the socket's number."""
     module = importlib.import_module(sys.argv[1])
-    # What has been imported stays shared between copies.
+    # Imported objects stay shared between copies.
     gc.freeze()
     with socket.socket(fileno=int(sys.argv[2])) as control:
         descriptors = _serve(control)

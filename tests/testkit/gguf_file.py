@@ -1,4 +1,4 @@
-"""A model directory's weights as a GGUF in float32, beside them: what llama.cpp loads."""
+"""A model directory's weights as a GGUF file in float32, beside them, for llama.cpp."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two engines, one of which computes prompts that the other answers."""
+"""A prefill engine P and a decode engine D."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DURATION = 'pillion_handover_duration_seconds_%s{part="whole"}'
 
 @dataclasses.dataclass
 class Pair:
-    """`p` computes, `d` answers, and `lone` says what is right: where there is none, `p`, which keeps what it computed.
+    """`p` computes prompts, `d` answers them, and `lone` gives the right answers; without `lone` `p` does, from its own cache.
 
     `keeper` is P's sidecar, and D's unless `beside_d` is another one.
     """
@@ -40,21 +40,21 @@ class Pair:
         return [self.keeper] + ([self.beside_d] if self.beside_d else [])
 
     def prompt(self, tokens: int) -> list[int]:
-        """A prompt that nobody has computed."""
+        """A prompt without KV in any engine."""
         self.seed += 1
         return prompts.prompt(tokens, 70_000 + self.seed)
 
     def right(self, tokens: list[int]) -> list[int]:
-        """The right answer: that of `lone`, or where there is none, of `p`."""
+        """The right answer: from `lone`, or without one from `p`."""
         return list((self.lone or self.p).generate([tokens], max_tokens=OUTPUT_TOKENS, logprobs=0)[0]["tokens"])
 
     def ask(self, which: engine.Engine, tokens: list[int], max_tokens: int, transfer: dict[str, Any]) -> None:
-        """Puts a request."""
+        """Sends a request."""
         self.number += 1
         which.ask(self.number, tokens, max_tokens, transfer=transfer)
 
     def compute(self, tokens: list[int]) -> dict[str, Any]:
-        """Has P compute a prompt; what it answers a router."""
+        """Has P compute a prompt; P's kv_transfer_params for a router."""
         self.ask(self.p, tokens, 1, TO_COMPUTE)
         [answer] = self.p.answered(PATIENCE_S)
         return dict(answer["transfer"])
@@ -65,7 +65,7 @@ class Pair:
         return self.answered()
 
     def answered(self) -> dict[str, Any]:
-        """D's answer to what it was asked; `computed` is what D has not found anywhere, as vLLM counts."""
+        """D's answer to the request; `computed` is the number of tokens without a hit, by vLLM's counters."""
         [answer] = self.d.answered(PATIENCE_S)
         counts = self.d.metrics()
         seen, self.counts = self.counts, counts
@@ -73,13 +73,13 @@ class Pair:
         return answer | {"computed": counts["local_queries"] - seen.get("local_queries", 0) - found}
 
     def exhausted(self) -> int:
-        """Requests of D that P's blocks did not reach in time."""
+        """Requests of D without P's blocks in time."""
         return self.keepers[-1].metrics()[EXHAUSTED]
 
 
 def durations(keeper: sidecar.Sidecar) -> tuple[float, float]:
-    """Prompts that came from one engine to another of this sidecar, and the seconds of all from the end of the last step that
-    computed, as the sidecar saw it, until the other had loaded it."""
+    """The number of prompts handed over between engines of this sidecar, and their total seconds from the end of P's last step,
+    as the sidecar saw it, to the end of D's load."""
     page = keeper.get("/metrics") or ""
     count, seconds = (metrics.value(page, DURATION % part) for part in ("count", "sum"))
     return count, seconds

@@ -1,7 +1,7 @@
-"""Settings of an engine and files of its model, one changed at a time, and what tells the KV of both engines apart.
+"""Settings of an engine and files of its model, one changed at a time, and the facts that separate the KV of both engines.
 
-The table is played twice: with engines that state themselves to a recorder (tests/vllm/test_knobs.py), and with engines
-that keep and ask through a sidecar (tests/identity).
+The table is played twice: with engines and a recorder of their facts (tests/vllm/test_knobs.py), and with engines and a sidecar
+(tests/identity).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from testkit import adapter, asking, engine, model, prompts, weights
 
 NAMED = {"pillion.model_id": "tiny"}
-# What the size of a page shows in, besides `block_tokens`, and what a rank's part of a model does.
+# Facts of a page's size besides `block_tokens`, and facts of a rank's part of a model.
 PAGE = frozenset({"page_bytes", "page_form"})
 DIVIDED = PAGE | {"tensor_parallel_size", "weights_live"}
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 2048}
@@ -35,22 +35,22 @@ class Knob:
     """One change. Without `facts` and `refused` it is harmless: engines with it and without it share."""
 
     name: str
-    # Facts that differ from those of the base engine, and no others.
+    # The facts that differ from the base engine, and no others.
     facts: frozenset[str] = frozenset()
-    # Words of the reason for which Pillion stays out.
+    # Words of Pillion's reason to refuse the engine.
     refused: str = ""
-    # Which engine it is a change of, by name.
+    # The base engine of the change, by name.
     base: str = "usual"
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    # Keys of the connector, and what it calls the engine.
+    # Keys of the connector, and the engine's id.
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     engine_id: str | None = None
     multiprocess: bool = False
     tensor_parallel: int = 1
-    # The model that drafts.
+    # The draft model.
     drafter: model.Shape | None = None
-    # Of the model: its shape, keys of its config.json, its weights, and the link that engines find it at.
+    # The model's shape, keys of its config.json, its weights, and the link where engines find it.
     shape: model.Shape | None = None
     edited: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     change: weights.Change | None = None
@@ -58,14 +58,14 @@ class Knob:
     # Attributes of vLLM's configuration, as another kind of machine or model would make them: the connector reads them so,
     # and no engine runs so.
     as_if: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    # Played by engines in `make test`, too; `never` where no engine of this machine could, or where its answers may be others
-    # than the base engine's for rounding alone.
+    # Played by engines in `make test`, too; `never` if no engine of this machine could, or if rounding alone may change its
+    # answers from those of the base engine.
     often: bool = False
     never: bool = False
 
     @property
     def harmless(self) -> bool:
-        """Whether engines with it share with the base engine."""
+        """True if engines with it share with the base engine."""
         return not self.facts and not self.refused
 
 
@@ -109,7 +109,7 @@ COUNTS = (
     Knob("one-tensor", LIVE, change=weights.one_tensor),
     Knob("one-expert", LIVE, base="experts", change=weights.one_expert),
     Knob("an-ulp", LIVE, change=weights.an_ulp),
-    # They lie between the pages that are read of the file.
+    # They lie between the sampled pages of the file.
     Knob("norms", _of("weights_live"), change=weights.norms, often=True),
     Knob("one-element", _of("weights"), change=weights.one_element),
     Knob("named-one-tensor", _of("weights_live"), base="named", change=weights.one_tensor),
@@ -133,7 +133,7 @@ COUNTS = (
     Knob("hash-seed", _of("none_hash"), variables={"PYTHONHASHSEED": "1"}, often=True),
     Knob("hash-algorithm", _of("hash_algorithm", "none_hash"), arguments={"prefix_caching_hash_algo": "sha256_cbor"}),
     Knob("salt", _of("salt"), extra={"pillion.salt": "another"}, often=True),
-    # What else takes part in a forward.
+    # Other inputs of a forward.
     Knob("adapters", _of("adapters", "weights_live"), arguments=adapter.ARGUMENTS),
     Knob("drafter", _of("drafter", "layers", "page_form", "model_class", "weights_live"), drafter=TWO_LAYERS),
     Knob("drafter-method", _of("drafter"), as_if={"speculative_config": EAGLE}, never=True),
@@ -166,7 +166,7 @@ REFUSALS = (
 )
 
 HARMLESS = (
-    # Who is asked what, and how it answers.
+    # Requests and answers.
     Knob("seed", arguments={"seed": 7}, often=True),
     Knob("served-model-name", arguments={"served_model_name": "another"}),
     Knob("generation-config", arguments={"generation_config": "vllm"}),
@@ -178,7 +178,7 @@ HARMLESS = (
     Knob("prompt-embeds", arguments={"enable_prompt_embeds": True}),
     # Memory and scheduling.
     Knob("max-num-seqs", arguments={"max_num_seqs": 3}, often=True),
-    # A prompt that is cut into other steps is rounded otherwise.
+    # A prompt in other steps is rounded otherwise.
     Knob("max-num-batched-tokens", arguments={"max_num_batched_tokens": 512}, never=True),
     Knob("max-model-len", arguments={"max_model_len": 2048}, often=True),
     Knob("longrope-below", base="longrope", arguments={"max_model_len": model.LONGROPE_ORIGINAL - 64}),
@@ -195,7 +195,7 @@ HARMLESS = (
     Knob("watermark", arguments={"watermark": 0.1}),
     Knob("processes", multiprocess=True),
     Knob("threads", variables={"OMP_NUM_THREADS": "2"}),
-    # Loading, logs, and what a file says that no KV follows from.
+    # Loading, logs, and values of a file without effect on KV.
     Knob("load-strategy", arguments={"safetensors_load_strategy": "eager"}),
     Knob("log-stats", as_if={"observability_config.show_hidden_metrics_for_version": "0.31"}, never=True),
     Knob("log-level", variables={"VLLM_LOGGING_LEVEL": "DEBUG"}, often=True),
@@ -221,7 +221,7 @@ class Models:
         self._directory = directory
 
     def options(self, knob: Knob) -> engine.Options:
-        """The engine that differs from its base in this knob alone. It starts before the next one is asked for."""
+        """The engine that differs from its base in this knob alone. Start it before the next call."""
         base = BASES[knob.base]
         shape = knob.shape or base.shape or model.TINY
         usual = engine.Options(model=self._linked(knob, shape), batched_tokens=prompts.STEP_TOKENS)

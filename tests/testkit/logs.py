@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-# What is shown of a log when something fails.
+# The bytes shown of a log when something fails.
 TAIL_BYTES = 6_000
 
 

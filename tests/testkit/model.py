@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Write a small model directory (config.json, model.safetensors) with random weights.
+"""Writes a small model directory (config.json, model.safetensors) with random weights.
 
-The scales are chosen so that greedy output depends strongly on the KV cache: with vLLM's dummy
-weights (+-1e-3) a broken cache would go unnoticed, with these it does not.
+The scales are chosen so that greedy output depends strongly on the KV cache: with vLLM's dummy weights (+-1e-3) a broken cache
+would go unnoticed, with these it does not.
 
     tests/testkit/model.py DIR [tiny|demo]
 """
@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Everything that decides a model's cost and the size of its KV blocks."""
+    """The sizes of a model: they decide its cost and the size of its KV blocks."""
 
     layers: int = 3
     hidden: int = 128
@@ -35,11 +35,11 @@ class Shape:
     # `phi3` rotates by LongRoPE: by other factors where an engine's max_model_len is above LONGROPE_ORIGINAL.
     family: Literal["qwen3", "phi3", "qwen3_moe", "llama"] = "qwen3"
     experts: int = 0
-    window: int = 0  # of `llama`: tokens that layers read; 0: all of them read everything
-    full_layers: int = 1  # layers at the end that read everything beside those with a window
+    window: int = 0  # tokens read by layers of `llama`; 0: all layers read all tokens
+    full_layers: int = 1  # layers at the end that read all tokens, beside those with a window
 
     def kv_bytes_per_token(self, dtype_bytes: int = 2) -> int:
-        """Bytes of KV that one token costs over all layers."""
+        """The bytes of one token's KV over all layers."""
         return self.layers * 2 * self.kv_heads * self.head_dim * dtype_bytes
 
 
@@ -66,7 +66,7 @@ SHAPES = {"tiny": TINY, "demo": DEMO}
 
 
 def config(shape: Shape) -> dict[str, Any]:
-    """What config.json holds."""
+    """The contents of config.json."""
     family = {"phi3": _phi3, "llama": _llama}.get(shape.family, _qwen3)
     return {
         "hidden_size": shape.hidden,
@@ -182,7 +182,7 @@ def _weights(shape: Shape) -> dict[str, Any]:
 
 
 def write(directory: Path, shape: Shape = TINY) -> Path:
-    """Write the model unless the directory already holds exactly this shape; return the directory."""
+    """Writes the model unless the directory already holds exactly this shape; returns the directory."""
     directory.mkdir(parents=True, exist_ok=True)
     shape_file = directory / "pillion-shape.json"
     wanted = json.dumps(dataclasses.asdict(shape), sort_keys=True)
@@ -192,7 +192,7 @@ def write(directory: Path, shape: Shape = TINY) -> Path:
 
     (directory / "config.json").write_text(json.dumps(config(shape), indent=1))
     save_file(_weights(shape), directory / "model.safetensors", metadata={"format": "pt"})
-    shape_file.write_text(wanted)  # last: its presence says that the rest is whole
+    shape_file.write_text(wanted)  # last: if it exists, the rest is complete
     return directory
 
 

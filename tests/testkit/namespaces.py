@@ -1,4 +1,4 @@
-"""Namespaces that no vLLM has been in: blocks of one form in float32, for engines of `pillion.engine`."""
+"""Namespaces without vLLM: blocks of one form in float32, for engines of `pillion.engine`."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ GENERATION = 16
 
 
 def outdated(plan: bytes, first_block: int = 0) -> bytes:
-    """A plan that names, from a block on, generations that the slots do not have: the load of these blocks fails."""
+    """A plan with wrong generations from a block on: the load of these blocks fails."""
     wrong = bytearray(plan)
     for place in range(HEADER_BYTES + first_block * BLOCK_BYTES + GENERATION, len(wrong), BLOCK_BYTES):
         struct.pack_into("<Q", wrong, place, struct.unpack_from("<Q", wrong, place)[0] + 1)

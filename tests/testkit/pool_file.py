@@ -15,23 +15,23 @@ SLOT_HEADER_BYTES = 128
 SLOT_ALIGN = 512
 DATA_ALIGN = 4096
 FILLING, COMMITTED = 1, 2
-# Words of a slot's header (shm-protocol/PROTOCOL.md, section 7), and where their lowest bytes are.
+# Words of a slot's header (shm-protocol/PROTOCOL.md, section 7), and the offsets of their lowest bytes.
 WORDS = {"state": 0, "generation": 8}
-# A bit of the exponent in the upper byte of a bfloat16 or a float32: the value is 256 times too large or too small, and
-# finite, so that the answer is wrong because a key is, not because of infinities.
+# A bit of the exponent in the upper byte of a bfloat16 or a float32: the value becomes 256 times larger or smaller, and stays
+# finite, so the answer is wrong because of a key and not of infinities.
 EXPONENT_BIT = 0x04
 
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """Where a slot's header lies, and what that says."""
+    """The place of a slot's header, and its contents."""
 
     header: int
     state: int
     namespace: bytes
     hash: bytes
     offset: int
-    # Bytes of the block that the slot holds, and of the longest that it may hold.
+    # Bytes of the slot's block, and of the longest block that fits.
     length: int
     length_max: int
 
@@ -71,7 +71,7 @@ def committed(pool: mmap.mmap) -> list[Slot]:
 
 
 def filling(path: Path) -> list[bytes]:
-    """What the slots that are being filled hold now."""
+    """The present bytes of the slots that are being filled."""
     with mapped(path) as pool:
         return [pool[slot.offset : slot.offset + slot.length_max] for slot in slots(pool) if slot.state == FILLING]
 
@@ -85,7 +85,7 @@ def mapped(path: Path) -> Iterator[mmap.mmap]:
 
 @contextlib.contextmanager
 def _flipped(pool: mmap.mmap, places: list[int], bit: int) -> Iterator[int]:
-    """While the block runs, a bit of every byte at these places is not what it was. Yields their number."""
+    """Flips a bit of every byte at these places while the block runs. Yields the number of places."""
     for place in places:
         pool[place] ^= bit
     try:
@@ -113,9 +113,9 @@ def damaged(path: Path, rank: int = 0, ranks: int = 1, value_bytes: int = 2, val
 
 @contextlib.contextmanager
 def broken(path: Path, word: str) -> Iterator[int]:
-    """While the block runs, a header word of every committed slot is not what it was. Yields their number.
+    """Changes a header word of every committed slot while the block runs. Yields the number of slots.
 
-    The state is a free one instead of a committed one then, the generation another.
+    A changed state is a free one, a changed generation another one.
     """
     with mapped(path) as pool, _flipped(pool, [slot.header + WORDS[word] for slot in committed(pool)], COMMITTED) as blocks:
         yield blocks

@@ -1,4 +1,4 @@
-"""TCP ports that nobody uses."""
+"""Unused TCP ports."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 
 
 def free_port(address: str = "127.0.0.1") -> int:
-    """A port that is free, and so is the next: a sidecar of a mesh listens on both."""
+    """An unused port with an unused next one: a sidecar of a mesh listens on both."""
     while True:
         with socket.socket() as one, socket.socket() as other, contextlib.suppress(OSError, OverflowError):
             one.bind((address, 0))

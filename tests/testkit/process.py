@@ -1,4 +1,4 @@
-"""A process that is started with a log and ends with all that it started."""
+"""A process with a log. All of its children end with it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXIT_WATCHDOG_S = 60
 
 
 class Started(Protocol):
-    """What is known of a process that runs: as `subprocess.Popen` has it."""
+    """A running process, with the interface of `subprocess.Popen`."""
 
     pid: int
     returncode: int | None
@@ -38,11 +38,11 @@ def start(
     environment: Mapping[str, str] | None = None,
     keep: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
-    """A process that leads a group: signals to it reach what it starts, and nobody else.
+    """Starts the leader of a process group: signals to the group reach its children, and no other process.
 
-    What it prints, unless that is piped, is appended to `log`; without a log it goes where this process's goes. It inherits
-    the descriptors of `keep`. It stays in our session: Linux shares processors out among sessions first (autogroup), and there
-    a process of vLLM that spins for a message (sched_yield, 1 s) keeps those of another session off its processor as long.
+    Output, unless it is piped, is appended to `log`; without a log it goes to this process's output. The process inherits the
+    descriptors of `keep`. It stays in this session: Linux shares processors out among sessions first (autogroup), and a process
+    of vLLM that spins for a message (sched_yield, 1 s) keeps those of another session off its processor as long.
     """
     with contextlib.ExitStack() as stack:
         output: IO[bytes] | None = stack.enter_context(log.open("ab")) if log else None
@@ -58,35 +58,35 @@ def start(
 
 
 class Process:
-    """One process, which leads a group."""
+    """One process, the leader of a group."""
 
     def __init__(self, process: Started, command: Sequence[object], log: Path | None) -> None:
-        """`command` is what a person would have to type for it."""
+        """`command` is the command to type for it."""
         self._process = process
         self.command = [str(part) for part in command]
         self.log = log
 
     @property
     def pid(self) -> int:
-        """The process that was started: with a prefix, that of the prefix."""
+        """The id of the started process: with a prefix, the prefix's process."""
         return self._process.pid
 
     def ended(self) -> bool:
-        """Whether the process is gone."""
+        """True if the process has ended."""
         return self._process.poll() is not None
 
     def signal(self, number: signal.Signals) -> None:
-        """To the process and what it started."""
+        """Sends a signal to the process and its children."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, number)
 
     def kill(self) -> None:
-        """SIGKILL, as the kernel's out-of-memory killer would."""
+        """Kills the group with SIGKILL, as the kernel's out-of-memory killer would."""
         self.signal(signal.SIGKILL)
         self._process.wait(allow(EXIT_WATCHDOG_S))
 
     def wait_exit(self, watchdog_s: float = EXIT_WATCHDOG_S) -> None:
-        """Wait for its end, which must have status 0."""
+        """Waits for its end; the status must be 0."""
         try:
             status = self._process.wait(allow(watchdog_s))
         except subprocess.TimeoutExpired:
@@ -95,7 +95,7 @@ class Process:
             raise self.failed(f"exit status {status}")
 
     def failed(self, reason: str) -> Failed:
-        """An error that shows what is known of the process."""
+        """An error with the process's command and the end of its log."""
         return Failed(reason, f": {' '.join(self.command)}{self.evidence()}", self.log)
 
     def evidence(self) -> str:

@@ -1,4 +1,4 @@
-"""Prompts as token ids, and the arithmetic of blocks that the tests assert on."""
+"""Prompts as token ids, and the arithmetic of blocks for the tests' assertions."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from testkit import model
 from testkit.engine import BLOCK_TOKENS
 
 BLOCK_BYTES = BLOCK_TOKENS * model.TINY.kv_bytes_per_token()
-# What engines compute in a step whose tokens are compared, where the prompt is longer: on a CPU that has no instructions
-# for bfloat16, steps of other lengths may round to other tokens.
+# The step size of engines in comparisons of tokens of longer prompts: on a CPU without instructions for bfloat16, steps of
+# other lengths may round to other tokens.
 STEP_TOKENS = 256
 
 
@@ -21,7 +21,7 @@ def prompt(tokens: int, seed: int, vocab: int = model.TINY.vocab) -> list[int]:
 
 
 def hit_tokens(prompt_tokens: int) -> int:
-    """The longest hit a prompt can have: whole blocks, and at least one token left to compute."""
+    """The longest hit of a prompt: whole blocks, and at least one token left to compute."""
     return (prompt_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
@@ -44,5 +44,5 @@ def different_blocks(asked: Iterable[tuple[list[int], list[int]]], block_tokens:
 
 
 def ends(tokens: list[int], block_tokens: int = BLOCK_TOKENS) -> range:
-    """Where blocks end."""
+    """The ends of blocks."""
     return range(block_tokens, len(tokens) + 1, block_tokens)

@@ -1,6 +1,6 @@
-"""Stops single threads of another process by ptrace(2), so that the process's other threads go on.
+"""Stops single threads of another process by ptrace(2), while the process's other threads go on.
 
-All calls of one thread's stop must come from one thread of ours: that is the tracer.
+All calls of one thread's stop must come from one thread of this process: that is the tracer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from testkit.threads import named
 
-# Of linux/ptrace.h, and of bits/waitflags.h: children of any kind, a traced thread too.
+# Constants of linux/ptrace.h, and of bits/waitflags.h: children of any kind, a traced thread too.
 SEIZE, INTERRUPT, DETACH = 0x4206, 0x4207, 17
 WALL = 0x40000000
 
@@ -29,7 +29,7 @@ def thread_of(pid: int, name: str) -> int:
 
 @contextlib.contextmanager
 def stopped(thread: int) -> Iterator[None]:
-    """The thread stands still while the block runs."""
+    """Stops the thread while the block runs."""
     stop(thread)
     try:
         yield
@@ -38,14 +38,14 @@ def stopped(thread: int) -> Iterator[None]:
 
 
 def stop(thread: int) -> None:
-    """Returns once the thread stands still."""
+    """Stops the thread; returns once it stands still."""
     _ptrace(SEIZE, thread)
     _ptrace(INTERRUPT, thread)
     os.waitpid(thread, WALL)
 
 
 def let(thread: int) -> None:
-    """The thread goes on."""
+    """Lets the thread go on."""
     try:
         _ptrace(DETACH, thread)
     except ProcessLookupError:

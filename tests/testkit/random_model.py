@@ -93,7 +93,7 @@ NEMOTRON_H = {
     "ssm_state_size": 64,
     "n_groups": 2,
 }
-# How much larger than usual the normals are: sharp attention, whose output counts.
+# The factor on the usual normals: attention is sharp, and its output counts.
 GAIN = 3.0
 # Logarithm of the decay of gated delta rules: a state lasts for some hundred tokens.
 DECAY_LOG = -6.0

@@ -1,4 +1,4 @@
-"""Follows an engine's KV events as a router does, and knows which blocks its pod keeps where."""
+"""Follows an engine's KV events as a router does, and knows the blocks of each medium in its pod."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ POLL_MS = 20
 
 
 class EventLost(AssertionError):
-    """Events came that follow one which has not come: what is told of the blocks is not what was said."""
+    """An event was lost: the known blocks are not the announced ones."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Known:
-    """What is known of a block by its event."""
+    """The contents of a block's event."""
 
     parent: int | None
     tokens: tuple[int, ...]
 
 
 class Router:
-    """Follows one engine: the address is this side's, so that no event is lost while the engine starts."""
+    """Follows one engine. The router binds the address, so no event is lost while the engine starts."""
 
     def __init__(self) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
@@ -38,7 +38,7 @@ class Router:
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self.endpoint = f"tcp://127.0.0.1:{ports.free_port()}"
         self._socket.bind(self.endpoint)
-        # A subscription is told to a new engine by whoever uses the socket.
+        # The socket's owner sends subscriptions to new engines, so a thread of its own reads it.
         self._batches: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._reader = threading.Thread(target=self._read)
@@ -46,16 +46,16 @@ class Router:
         self._next = 0
         # By medium and cache group.
         self.blocks: dict[tuple[str, int], dict[int, Known]] = collections.defaultdict(dict)
-        # Every block that was ever told of with its tokens.
+        # Every block that was ever announced with its tokens.
         self.described: dict[tuple[str, int], dict[int, Known]] = collections.defaultdict(dict)
         self.cleared = 0
 
     def arguments(self) -> dict[str, Any]:
-        """Arguments of `vllm.LLM` with which an engine is followed."""
+        """Arguments of `vllm.LLM` for an engine that this router follows."""
         return {"kv_events_config": {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": self.endpoint}}
 
     def close(self) -> None:
-        """Hangs up."""
+        """Closes the socket."""
         self._closed.set()
         self._reader.join()
         self._socket.close(linger=0)
@@ -67,12 +67,12 @@ class Router:
                 self._batches.put((int.from_bytes(number, "big"), payload))
 
     def keys(self, medium: str, group: int = 0) -> set[int]:
-        """The blocks of a cache group there, after all that has been told so far."""
+        """The blocks of a cache group in a medium, after all events so far."""
         self.hear()
         return set(self.blocks[medium, group])
 
     def hear(self) -> None:
-        """Takes in all that has been told so far."""
+        """Takes in all events so far."""
         while not self._batches.empty():
             number, payload = self._batches.get()
             if number != self._next:

@@ -14,9 +14,10 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 
 def loaded(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """It anew, so that a test may change its constants; known to Python for the time of the test, as its data classes need.
+    """Loads the script again, so a test may change its constants. Python knows the module during the test: its data classes
+    need that.
 
-    What it imports of scripts/ is found beside it.
+    Its imports from scripts/ are found beside it.
     """
     monkeypatch.syspath_prepend(str(SCRIPTS))
     loader = SourceFileLoader(name, str(SCRIPTS / name))

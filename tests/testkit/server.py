@@ -17,7 +17,7 @@ PAGE_WATCHDOG_S = 10
 
 
 def fetch(url: str) -> str | None:
-    """The body of a page that answers 200, or None."""
+    """The body of a page with status 200, otherwise None."""
     try:
         with urllib.request.urlopen(url, timeout=PAGE_WATCHDOG_S) as response:
             return str(response.read().decode())
@@ -26,7 +26,7 @@ def fetch(url: str) -> str | None:
 
 
 class Server(Process):
-    """One process; `ready` is the URL that says whether it serves."""
+    """One process; `ready` is the URL of its readiness."""
 
     log: Path
 
@@ -35,13 +35,13 @@ class Server(Process):
         self._ready = ready
 
     def wait_ready(self, watchdog_s: float = READY_WATCHDOG_S) -> None:
-        """Return once it serves."""
+        """Returns once it serves."""
         self.wait_for(lambda: fetch(self._ready) is not None, "readiness", watchdog_s)
 
     def wait_for(
         self, condition: Callable[[], bool], what: str, watchdog_s: float = WATCHDOG_S, poll_s: float = POLL_S
     ) -> None:
-        """Wait for a condition under a watchdog; a server that ended fails at once."""
+        """Waits for a condition under a watchdog; the end of the server is an error at once."""
 
         def holds() -> bool:
             if condition():
@@ -52,12 +52,12 @@ class Server(Process):
         wait_for(holds, what, watchdog_s, poll_s, self.failed)
 
     def check_running(self) -> None:
-        """Fail if the process is gone."""
+        """Fails if the process has ended."""
         if self.ended():
             raise self.failed(f"ended with status {self._process.returncode}")
 
     def terminate(self) -> None:
-        """SIGTERM; the server must end with status 0."""
+        """Sends SIGTERM; the server must end with status 0."""
         self.signal(signal.SIGTERM)
         self.wait_exit()
 

@@ -1,4 +1,4 @@
-"""An engine of one rank that is two sessions and KV memory: what those have in common that measure or test `_shim` itself."""
+"""An engine of one rank from two sessions and KV memory, for benchmarks and tests of `_shim` itself."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Literal
 from pillion import _shim
 from testkit.waiting import Failed, wait_for
 
-# Answers are waited for: who counted misses would measure nothing.
+# The scheduler waits for answers: misses would not be measured.
 QUERY_BUDGET_US = 1_000_000
-# What is waited for takes some 10 us.
+# The awaited events take some 10 us.
 POLL_S = 0.0002
 
 
 class Sessions:
-    """The rank's session and the scheduler's, both connected; `stream` is the CUstream that steps are launched on."""
+    """The rank's session and the scheduler's, both connected; `stream` is the CUstream for the launches of steps."""
 
     def __init__(
         self,
@@ -36,8 +36,8 @@ class Sessions:
         budget_us: int = QUERY_BUDGET_US,
         wait_max_ms: int | None = None,
     ) -> None:
-        """Memory is the host's, in `files`, or a GPU's, at `pointers`."""
-        # An id of this run, which no other engine has.
+        """Memory is host memory, in `files`, or a GPU's, at `pointers`."""
+        # An id for this run alone.
         self.run = uuid.uuid4().bytes
         self.stream = stream
         self.next_step = 1
@@ -70,13 +70,13 @@ class Sessions:
         wait_for(self._connected, "connection", failed=self.failed)
 
     def _connected(self) -> bool:
-        # Nothing is served before the ranks have joined.
+        # The sidecar serves nothing before the ranks have joined.
         self.worker.join(self.run)
         self.scheduler.end_step()
         return self.worker.connected and self.scheduler.connected and self.scheduler.namespace != 0
 
     def failed(self, reason: str) -> Failed:
-        """With what both sessions have to say."""
+        """An error with the notices of both sessions."""
         return Failed(f"{reason}: {self.worker.take_notices()} {self.scheduler.take_notices()}")
 
     def log(self, hashes: list[bytes]) -> int:
@@ -88,7 +88,8 @@ class Sessions:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """What was planned for `next_step` is done, by the rank with what it does within, and accepted."""
+        """Plays the step `next_step` with its planned work: the rank does the block's work within it, and the step is
+        accepted."""
         self.scheduler.end_step()
         self.worker.join(self.run)
         self.worker.start(self.next_step, self.stream)
@@ -98,12 +99,12 @@ class Sessions:
         self.next_step += 1
 
     def saved(self) -> bool:
-        """Whether every save has ended."""
+        """True if every save has ended."""
         self.scheduler.end_step()
         return self.scheduler.saving == 0
 
     def keep(self, hashes: list[bytes], block_ids: list[int]) -> None:
-        """Saves these blocks under these keys, and returns when that has ended."""
+        """Saves these blocks under these keys, and returns once they are saved."""
         log = self.log(hashes)
         if not self.scheduler.save(log, 0, block_ids, self.next_step):
             raise self.failed("a save found no room")
@@ -113,6 +114,6 @@ class Sessions:
         self.scheduler.close(log)
 
     def close(self) -> None:
-        """Leaves the sidecar."""
+        """Disconnects both sessions from the sidecar."""
         self.scheduler.disconnect()
         self.worker.disconnect()

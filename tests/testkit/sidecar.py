@@ -38,7 +38,7 @@ class Sidecar(Server):
         binary: Path | None = None,
         log: Path | None = None,
     ) -> None:
-        """A pool of `anonymous` memory has no file; without `gpu` the sidecar sees none.
+        """A pool of `anonymous` memory has no file; without `gpu` the sidecar sees no GPU.
 
         `prefix` goes before the command. Each `ssd` is a PATH:SIZE[:create]; `more` are arguments as they are.
         """
@@ -53,15 +53,15 @@ class Sidecar(Server):
         super().__init__(command, log or directory / "sidecar.log", f"http://{self.http}/readyz")
 
     def get(self, path: str) -> str | None:
-        """The body of an admin page, or None where it is not served or not ready."""
+        """The body of an admin page, or None if its status is not 200."""
         return fetch(f"http://{self.http}{path}")
 
     def namespaces(self) -> list[dict[str, Any]]:
-        """What `pillion ctl namespaces` lists."""
+        """The list of `pillion ctl namespaces`."""
         return list(self.ctl("namespaces")["namespaces"])
 
     def ctl(self, *command: str) -> dict[str, Any]:
-        """What a command of `pillion ctl` answers."""
+        """The answer of a command of `pillion ctl`."""
         line = [str(find_binary()), "ctl", "--socket", str(self.socket), *command]
         done = subprocess.run(line, capture_output=True, text=True, check=True)
         return dict(json.loads(done.stdout))
@@ -75,23 +75,23 @@ class Sidecar(Server):
         return metrics.sample(self._metrics_page(), name)
 
     def wait_metric(self, name: str, at_least: int) -> None:
-        """Wait until a counter got so far; saves commit behind the engine's back."""
+        """Waits until a metric is at least so large; saves commit some time after the engine's answer."""
         self.wait_for(lambda: self.metrics()[name] >= at_least, f"{name} >= {at_least}")
 
     def wait_summed(self) -> None:
-        """Wait until every block that was saved has the checksum by which the next sidecar of its pool file adopts it."""
+        """Waits until every saved block has its checksum: the next sidecar of the pool file adopts no block without one."""
         self.wait_for(lambda: self.metrics()["pillion_pool_unsummed_blocks"] == 0, "checksums")
 
     def freeze(self) -> None:
-        """SIGSTOP, until `thaw`."""
+        """Stops the process with SIGSTOP, until `thaw`."""
         threads.freeze(self.pid)
 
     def thaw(self) -> None:
-        """SIGCONT."""
+        """Lets the process go on with SIGCONT."""
         os.kill(self.pid, signal.SIGCONT)
 
     def wait_refusal(self) -> str:
-        """What a sidecar that cannot start says before it ends, which it must do with an error status."""
+        """The output of a sidecar that cannot start; it must end with an error status."""
         status = self._process.wait(EXIT_WATCHDOG_S)
         if status in (0, -signal.SIGKILL):
             raise self.failed(f"no refusal, but exit status {status}")
@@ -104,12 +104,12 @@ class Sidecar(Server):
         return page
 
     def evidence(self) -> str:
-        """As of any process, and the metrics of the moment."""
+        """The evidence of any process, and the current metrics."""
         return f"\n--- /metrics\n{self.get('/metrics')}{super().evidence()}"
 
 
 def find_binary(named: str | None = None) -> Path:
-    """The sidecar's executable: the one that is named, or that of the wheel that this interpreter has, or one on the PATH."""
+    """The sidecar's executable: `named`, or the one in this interpreter's wheel, or one on the PATH."""
     own = Path(sysconfig.get_path("scripts")) / "pillion"
     wanted = named or os.environ.get("PILLION_BINARY") or (str(own) if own.exists() else "pillion")
     found = shutil.which(wanted)
@@ -119,13 +119,13 @@ def find_binary(named: str | None = None) -> Path:
 
 
 def new_pool() -> Path:
-    """A name for a pool file. It must lie on tmpfs; the tests read and damage it through this path."""
+    """A name for a pool file. It must lie on tmpfs; the tests read and damage the file."""
     return Path("/dev/shm") / f"pillion-test-{uuid.uuid4()}"
 
 
 @contextlib.contextmanager
 def serving(directory: Path, dram: str = "128MiB", **more: Any) -> Iterator[Sidecar]:
-    """A ready sidecar, `more` as for `Sidecar`; its clean exit is part of what uses it, unless that killed it."""
+    """A ready sidecar, `more` as for `Sidecar`. At the block's end it must exit cleanly, unless the block killed it."""
     sidecar = Sidecar(directory, dram, **more)
     try:
         sidecar.wait_ready()

@@ -1,7 +1,7 @@
-"""Pillion's connector, of which one rank's loads of one cache group fail: their plans name generations that no slot has.
+"""Pillion's connector with failing loads of one cache group in one rank: their plans have wrong generations.
 
 vLLM imports it in every process of the engine. PILLION_TEST_SPOILED is a folder: its file `next` names a rank and a group, and
-for each request whose load fails there is a line in `done`.
+`done` gets a line for each request with a failed load.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LOAD = worker.Worker.load
 
 @functools.wraps(LOAD)
 def loading(self: Any, *arguments: Any) -> None:
-    """Before the loads begin."""
+    """Spoils the plans before the loads begin."""
     for part in self._parts:
         metadata = part.metadata
         here = f"{vllm_compat.rank(part._vllm_config)} {part.group.number}"

@@ -1,4 +1,4 @@
-"""What a real engine states of itself: its ranks' HELLO is written down instead of being sent to a sidecar."""
+"""The facts of a real engine: its ranks' HELLO is written to a file instead of being sent to a sidecar."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STAYS_OUT = re.compile(r"PILLION STAYS OUT: (.*)")
 
 
 def stated(options: engine.Options, log: Path, as_if: Mapping[str, Any]) -> dict[str, str] | str:
-    """The facts of an engine, with the one that a sidecar adds; or why Pillion stays out of it."""
+    """The facts of an engine, with the one that a sidecar adds; or the reason for which Pillion refuses it."""
     record = log.with_suffix(".stated")
     variables = {"PILLION_TEST_RECORD": str(record), "PILLION_TEST_AS_IF": json.dumps(dict(as_if))}
     stating = dataclasses.replace(
@@ -34,7 +34,7 @@ def stated(options: engine.Options, log: Path, as_if: Mapping[str, Any]) -> dict
 
 
 def _together(ranks: list[dict[str, Any]]) -> dict[str, str]:
-    """The facts of all ranks, which state the same but for their samples."""
+    """The facts of all ranks; they must be equal, except their samples."""
     ranks.sort(key=lambda rank: int(rank["rank"]))
     first = ranks[0]
     assert all(rank["facts"] == first["facts"] for rank in ranks)

@@ -1,4 +1,4 @@
-"""Pillion's connector without the copies of states: their loads end well, and vLLM goes on upon what the blocks held before."""
+"""Pillion's connector without the copies of states: their loads end well, and vLLM goes on with the blocks' old bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOAD = worker.Worker.load
 
 @functools.wraps(LOAD)
 def loading(self: Any, *arguments: Any) -> None:
-    """Before the loads begin."""
+    """Removes the copies of states before the loads begin."""
     for part in self._parts:
         if part.metadata is not None and vllm_compat.state_tokens(part.kv_cache_config):
             for request, _, _ in part.metadata.loads:

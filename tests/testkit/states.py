@@ -11,7 +11,7 @@ from typing import Any
 
 from testkit import engine, pool_file, prompts, sidecar, windows
 
-# About a block, which may be no hit, and some blocks.
+# A prompt of about a block, which may give no hit, and prompts of some blocks.
 PROMPTS = [prompts.prompt(tokens, seed=tokens) for tokens in (300, 700, 1300)]
 OUTPUT_TOKENS = 8
 
@@ -28,7 +28,7 @@ def all_of(answers: list[dict[str, Any]], name: str) -> list[Any]:
 
 @dataclasses.dataclass
 class Answers:
-    """Of an engine that has computed the prompts, and of one that found its own states of them, `hits` tokens of each."""
+    """The answers of an engine that computed the prompts, and its later ones with local hits of `hits` tokens."""
 
     cold: list[dict[str, Any]]
     local: list[dict[str, Any]]
@@ -36,7 +36,7 @@ class Answers:
 
 
 def compute(running: engine.Engine, keeper: sidecar.Sidecar) -> Answers:
-    """Has the engine compute the prompts, and waits until what it offers of them is kept."""
+    """Has the engine compute the prompts, and waits until its saves are kept."""
     cold, local = ask(running), ask(running)
     hits = all_of(local, "cached_tokens")
     assert hits == sorted(set(hits)) and hits[-1] > 0 and running.metrics()["external_hits"] == 0
@@ -45,7 +45,7 @@ def compute(running: engine.Engine, keeper: sidecar.Sidecar) -> Answers:
 
 
 def load(running: engine.Engine, keeper: sidecar.Sidecar, answers: Answers, layer_bytes: int) -> None:
-    """The engine finds all of it, right to the bit; and the negative control: with a layer of another state, `layer_bytes` of
+    """The engine hits all kept states, right to the bit. The negative control: with a layer of another state, `layer_bytes` of
     it, the answer differs."""
     warm = ask(running)
     assert all_of(warm, "cached_tokens") == answers.hits
@@ -68,7 +68,7 @@ def namespaces(keeper: sidecar.Sidecar) -> list[str]:
 
 @contextmanager
 def exchanged(keeper: sidecar.Sidecar, layer_bytes: int) -> Iterator[int]:
-    """While the block runs, states have the first layers of one another. Yields the number of states."""
+    """Exchanges the first layers of states while the block runs. Yields the number of states."""
     names = {bytes.fromhex(name) for name in namespaces(keeper)}
     with pool_file.mapped(Path(keeper.pool)) as pool:
         places = [slot.offset for slot in pool_file.committed(pool) if slot.namespace in names]

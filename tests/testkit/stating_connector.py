@@ -1,4 +1,4 @@
-"""Pillion's connector, whose ranks write their HELLO down instead of sending it to a sidecar. For engines of `testkit.stated`.
+"""Pillion's connector for engines of `testkit.stated`: ranks write their HELLO to a file instead of sending it to a sidecar.
 
 vLLM imports it in every process of the engine.
 """
@@ -22,14 +22,14 @@ from pillion.connector import PillionConnector
 __all__ = ["PillionConnector"]
 
 RECORD = Path(os.environ["PILLION_TEST_RECORD"])
-# Attributes of vLLM's configuration that are others whenever Pillion reads them.
+# Attributes of vLLM's configuration, changed while Pillion reads them.
 AS_IF: dict[str, Any] = json.loads(os.environ["PILLION_TEST_AS_IF"])
 SIGNATURE = inspect.signature(_shim.WorkerSession)
 REGISTER, UNSUPPORTED = memory.GroupMemory.register, vllm_compat.unsupported
 
 
 def written(*arguments: Any, **named: Any) -> Any:
-    """In the place of a rank's session: adds a line."""
+    """Replaces a rank's session: adds a line to the record."""
     said = SIGNATURE.bind(*arguments, **named).arguments
     with RECORD.open("a") as file:
         file.write(json.dumps(said, default=_plain) + "\n")
@@ -42,14 +42,14 @@ def _plain(value: Any) -> str:
 
 @functools.wraps(REGISTER)
 def registering(self: Any, *arguments: Any) -> None:
-    """Reads the facts."""
+    """Registers the group's memory under the changed attributes, and so reads the facts."""
     with _pretending(self._vllm_config):
         REGISTER(self, *arguments)
 
 
 @functools.wraps(UNSUPPORTED)
 def judging(vllm_config: Any, *arguments: Any) -> str | None:
-    """Decides whether an engine is served."""
+    """Decides under the changed attributes whether an engine is served."""
     with _pretending(vllm_config):
         return UNSUPPORTED(vllm_config, *arguments)
 

@@ -1,4 +1,4 @@
-"""The threads of a process as the kernel sees them, and processes that stand still."""
+"""The threads of a process as the kernel sees them, and frozen processes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from testkit.waiting import wait_for
 
 def state(pid: int, thread: int) -> str:
     """One letter, as proc(5) lists them: S sleeps, T is stopped by a signal, Z is ended."""
-    # The state follows the name, which stands in parentheses.
+    # The state follows the name in parentheses.
     return Path(f"/proc/{pid}/task/{thread}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def named(pid: int, prefix: str) -> set[int]:
-    """The threads of a process whose names begin so."""
+    """The threads of a process with names that begin with `prefix`."""
     found = set()
     for task in Path(f"/proc/{pid}/task").glob("*"):
         # A thread may end once it is listed.
@@ -29,7 +29,7 @@ def named(pid: int, prefix: str) -> set[int]:
 
 
 def states(pid: int) -> set[str]:
-    """The states that a process's threads are in; none for a process that is no more."""
+    """The states of a process's threads; an empty set for a process that has ended."""
     found = set()
     for task in Path(f"/proc/{pid}/task").glob("*"):
         with contextlib.suppress(OSError):
@@ -38,14 +38,14 @@ def states(pid: int) -> set[str]:
 
 
 def freeze(pid: int) -> None:
-    """SIGSTOP; returns when every thread of the process stands still."""
+    """Sends SIGSTOP; returns when every thread of the process stands still."""
     os.kill(pid, signal.SIGSTOP)
     wait_for(lambda: states(pid) == {"T"}, f"standstill of process {pid} after SIGSTOP")
 
 
 @contextlib.contextmanager
 def frozen(pid: int) -> Iterator[None]:
-    """The process stands still while the block runs."""
+    """Freezes the process while the block runs."""
     freeze(pid)
     try:
         yield

@@ -1,7 +1,7 @@
-"""vLLM's scheduler with a clock: how long each schedule() call held the engine.
+"""vLLM's scheduler with a clock: the time of each schedule() call.
 
-Named in `scheduler_cls`, it works in whatever process vLLM schedules in. Every call appends one record to
-the file that PILLION_TEST_SCHEDULE_TIMES names, so that a killed engine's times are kept.
+`scheduler_cls` names it, and it runs in vLLM's scheduling process. Every call appends one record to the file
+PILLION_TEST_SCHEDULE_TIMES, so a killed engine's times are kept.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 RECORD = struct.Struct("<QQQ")
-# Of the calling thread: nanoseconds on a core, nanoseconds runnable without one, turns.
+# Fields of the calling thread: nanoseconds on a core, nanoseconds runnable without one, turns.
 SCHEDSTAT = "/proc/thread-self/schedstat"
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One schedule() call, in nanoseconds of CLOCK_MONOTONIC, which all processes share."""
+    """One schedule() call, in nanoseconds of CLOCK_MONOTONIC, the same clock in all processes."""
 
     start: int
     duration: int
@@ -29,7 +29,7 @@ class Call:
 
 
 def read(path: Path) -> list[Call]:
-    """The calls recorded so far; a record that is being written is left out."""
+    """The calls recorded so far, without an incomplete record."""
     records = path.read_bytes()
     return [Call(*fields) for fields in RECORD.iter_unpack(records[: len(records) // RECORD.size * RECORD.size])]
 
@@ -41,7 +41,7 @@ def __getattr__(name: str) -> Any:
     from vllm.v1.core.sched.scheduler import Scheduler
 
     class TimedScheduler(Scheduler):
-        """Writes down when each call began, how long it took, and how long it had no core."""
+        """Records when each call began, how long it took, and how long it had no core."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)

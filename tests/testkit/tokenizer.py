@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write a tokenizer whose tokens are bytes, beside a small model: `vllm serve` takes texts.
+"""Writes a tokenizer with bytes as tokens, beside a small model, so `vllm serve` accepts texts.
 
 tests/testkit/tokenizer.py DIR
 """
@@ -15,7 +15,7 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
 def write(directory: Path) -> None:
-    """Token ids 0 to 255, so any model with that many has it; no text is unknown."""
+    """Writes a tokenizer with token ids 0 to 255: any model with so many ids can use it, and no text is unknown."""
     from tokenizers import Tokenizer
     from tokenizers.decoders import ByteLevel as Decoder
     from tokenizers.models import BPE

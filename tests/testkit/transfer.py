@@ -1,10 +1,10 @@
-"""The `kv_transfer_params` by which routers have one engine compute a prompt and another answer it."""
+"""The `kv_transfer_params` of routers for the prefill engine and the decode engine."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# For the engine that computes.
+# For the prefill engine.
 TO_COMPUTE: dict[str, Any] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -13,5 +13,5 @@ TO_COMPUTE: dict[str, Any] = {
     "remote_host": None,
     "remote_port": None,
 }
-# For the engine that answers, where both are asked at once.
+# For the decode engine, where both are asked at once.
 TO_ANSWER: dict[str, Any] = {"do_remote_prefill": True, "do_remote_decode": False}

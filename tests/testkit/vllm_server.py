@@ -1,4 +1,4 @@
-"""vLLM's own server with Pillion: `vllm serve`, which vLLM's CPU build has without the command."""
+"""vLLM's own server with Pillion: `vllm serve`, started by its module, since vLLM's CPU build has no such command."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from pathlib import Path
 
 from testkit.server import Server
 
-# Two servers that start at once, on two cores.
+# Two servers start at once, on two cores.
 START_WATCHDOG_S = 400
 
 
 def start(shape: Path, socket: Path, url: str, log: Path, arguments: tuple[str, ...] = ()) -> Server:
-    """A server of the model at this address; whoever starts it waits until it is ready, and ends it."""
+    """A server of the model at this address, still starting; the caller waits until it is ready, and ends it."""
     transfer = {
         "kv_connector": "PillionConnector",
         "kv_connector_module_path": "pillion.connector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        # The standing check would bar a namespace whose blocks a test damages.
+        # The standing check would bar a namespace with blocks damaged by a test.
         "kv_connector_extra_config": {"pillion.socket": str(socket), "pillion.copy": "sidecar", "pillion.check_every": 0},
     }
     settings = {

@@ -1,4 +1,4 @@
-"""Waiting for a condition under a watchdog. A watchdog ends a run that hangs; nothing asserts on the time itself."""
+"""Waits for a condition under a watchdog. A watchdog ends a run that hangs; no test asserts on the time itself."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def wait_for(
     poll_s: float = POLL_S,
     failed: Callable[[str], Failed] = Failed,
 ) -> None:
-    """Return once the condition holds; otherwise raise what `failed` makes of the reason."""
+    """Returns once the condition holds; otherwise raises the error of `failed` for the reason."""
     deadline = time.monotonic() + allow(watchdog_s)
     while not condition():
         if time.monotonic() > deadline:

@@ -1,6 +1,7 @@
-"""Pillion's connector, whose steps wait for their loads where `pillion.load` is `sync`, as on a GPU whose sidecar copies.
+"""Pillion's connector on a CPU with steps that wait for their loads if `pillion.load` is `sync`, as on a GPU with copies by the
+sidecar.
 
-What is done about such a load that fails is so tested without a GPU. With a step in flight nothing is changed.
+It tests the handling of such a failed load without a GPU. With a step in flight it changes nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ POLICY = groups.policy
 
 
 def policy(config: Config, vllm_config: VllmConfig, *others: object) -> _shim.Policy:
-    """A policy whose steps wait."""
+    """A policy with waiting steps."""
     before = groups.steps_wait
     try:
         if config.load == "sync" and vllm_compat.steps_in_flight(vllm_config) == 1:

@@ -1,6 +1,6 @@
-"""Other weights of a model: written as a model of its own, or put into a running engine past vLLM.
+"""Other weights of a model: written as a model of its own, or put into a running engine without vLLM's knowledge.
 
-A change takes a tensor's name in the file and the tensor, and gives the tensor that is to take its place.
+A change takes a tensor's name in the file and the tensor, and returns the tensor for its place.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ONE_EXPERT = "model.layers.1.mlp.experts.2."
 
 
 def changed(source: Path, target: Path, change: Change) -> Path:
-    """Write a copy of the model with other weights; returns its directory."""
+    """Writes a copy of the model with other weights; returns its directory."""
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(source, target)
@@ -29,17 +29,17 @@ def changed(source: Path, target: Path, change: Change) -> Path:
 
 
 def one_tensor(name: str, tensor: Any) -> Any:
-    """One matrix of one layer is another: its rows in the opposite order."""
+    """Reverses the rows of one matrix of one layer."""
     return tensor.flip(0) if name == ONE_TENSOR else tensor
 
 
 def one_expert(name: str, tensor: Any) -> Any:
-    """One expert of one layer is another."""
+    """Reverses the rows of one expert of one layer."""
     return tensor.flip(0) if name.startswith(ONE_EXPERT) else tensor
 
 
 def an_ulp(name: str, tensor: Any) -> Any:
-    """Every element is the next one, above or below, that its type has: the least that a fine-tune can change."""
+    """Moves every element to the next value of its type, up or down: the smallest change that a fine-tune can make."""
     import torch
 
     width = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
@@ -47,12 +47,12 @@ def an_ulp(name: str, tensor: Any) -> Any:
 
 
 def norms(name: str, tensor: Any) -> Any:
-    """Every layer's norm before attention weighs every other channel four times as much as before, by powers of two."""
+    """Multiplies every other channel of every layer's norm before attention by four, relative to the rest, by powers of two."""
     return _scaled(tensor, 2.0) if name.endswith(NORMS) else tensor
 
 
 def one_element(name: str, tensor: Any) -> Any:
-    """One element of one matrix is another: so little that a sample of it may miss it."""
+    """Changes one element of one matrix: so little that a sample of it may miss it."""
     if name != ONE_TENSOR:
         return tensor
     other = tensor.clone()
@@ -75,7 +75,7 @@ def unscale_norms(model: Any) -> None:
 
 
 def break_a_layer(model: Any) -> None:
-    """The second layer computes NaN, as a transient fault of the hardware makes it."""
+    """Makes the second layer compute NaN, as a transient fault of the hardware may."""
     _parameter(model, f"layers.1.{NORMS}").data.fill_(float("nan"))
 
 

@@ -1,4 +1,4 @@
-"""Models whose layers have windows: prompts within and beyond one, and what an engine must find of them after a restart."""
+"""Models with windows: prompts within and beyond a window, and the hits of a restarted engine."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from testkit import engine, model, pool_file, prompts, random_model, sidecar
 from testkit.waiting import wait_for
 
-# Within the window of 64 tokens, a hit that ends in it, and far beyond it.
+# Prompts within the window of 64 tokens, with a hit that ends in it, and far beyond it.
 PROMPTS = [prompts.prompt(tokens, seed=tokens) for tokens in (40, 100, 700)]
 OUTPUT_TOKENS = 8
 HITS = [prompts.hit_tokens(len(tokens)) for tokens in PROMPTS]
-# What writes a model of each family, whose windows have cache groups of their own.
+# The function that writes a model of each family; its windows have cache groups of their own.
 FAMILIES: dict[str, Callable[[Path], Path]] = {
     "llama": lambda directory: model.write(directory, model.TINY_WINDOWS),
     "gemma3": lambda directory: random_model.write(directory, random_model.GEMMA3),
@@ -24,7 +24,7 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {
 
 @dataclasses.dataclass
 class Answers:
-    """Of an engine that has computed the prompts, and of one that found its own KV of them."""
+    """The answers of an engine that computed the prompts, and its later ones with local hits."""
 
     cold: list[dict[str, Any]]
     local: list[dict[str, Any]]
@@ -41,7 +41,7 @@ def all_of(answers: list[dict[str, Any]], name: str) -> list[Any]:
 
 
 def compute(running: engine.Engine, keeper: sidecar.Sidecar, hits: list[int] = HITS, saved: int | None = None) -> Answers:
-    """Has the engine compute the prompts, and waits until they are kept: `saved` bytes of them, where that is known."""
+    """Has the engine compute the prompts, and waits until they are kept: `saved` bytes, if the caller knows the number."""
     answers = Answers(ask(running), ask(running))
     assert all_of(answers.local, "cached_tokens") == hits and running.metrics()["external_hits"] == 0
     if saved is not None:
@@ -52,7 +52,8 @@ def compute(running: engine.Engine, keeper: sidecar.Sidecar, hits: list[int] = H
 
 
 def wait_until_quiet(keeper: sidecar.Sidecar) -> None:
-    """Until no more is saved, where not all blocks are: some of a window are not, and vLLM may reuse others before they are."""
+    """Waits until no save is left, where the number of kept blocks is unknown: some blocks of a window are not kept, and vLLM
+    may reuse others before their saves."""
     counts: list[int] = []
 
     def is_quiet() -> bool:
@@ -63,12 +64,12 @@ def wait_until_quiet(keeper: sidecar.Sidecar) -> None:
 
 
 def forget(running: engine.Engine, keeper: sidecar.Sidecar) -> None:
-    """Empties the engine's own prefix cache, once its last step has let go of its blocks."""
+    """Empties the engine's own prefix cache, once its last step has freed its blocks."""
     keeper.wait_for(running.reset_prefix_cache, "reset of the engine's own cache")
 
 
 def load(running: engine.Engine, keeper: sidecar.Sidecar, answers: Answers, hits: list[int] = HITS) -> None:
-    """The engine finds all of it, right to the bit; and the negative control: a wrong key in every block shows."""
+    """The engine hits all kept blocks, right to the bit. The negative control: a wrong key in every block changes an answer."""
     warm = ask(running)
     assert running.metrics()["external_hits"] == sum(hits)
     assert all_of(warm, "tokens") == all_of(answers.local, "tokens")
@@ -79,5 +80,5 @@ def load(running: engine.Engine, keeper: sidecar.Sidecar, answers: Answers, hits
         damaged = ask(running)
     assert running.metrics()["external_hits"] == 2 * sum(hits)
     shown = [wrong["logprobs"] != right["logprobs"] for wrong, right in zip(damaged, answers.local, strict=True)]
-    # Attention of some models passes over a wrong key now and then.
+    # Attention of some models ignores a wrong key now and then.
     assert any(shown) and (all(shown) or hits != HITS)

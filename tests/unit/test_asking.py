@@ -25,7 +25,7 @@ TOKEN = "0123456789abcdef"
 
 @contextlib.contextmanager
 def answering(path: Path | None, status: int, answer: Any) -> Iterator[tuple[Any, list[str | None]]]:
-    """A sidecar that gives this answer at a path or an address, and the tokens that it was shown."""
+    """A sidecar with this answer at a path or an address, and the list of tokens that clients sent."""
     shown: list[str | None] = []
 
     class Handler(BaseHTTPRequestHandler):

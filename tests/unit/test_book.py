@@ -1,4 +1,4 @@
-"""scripts/book: broken links of the built book, and inline code that fits narrow tables."""
+"""scripts/book: broken links of the built book, and line breaks of inline code in narrow tables."""
 
 from __future__ import annotations
 

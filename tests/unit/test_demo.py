@@ -1,4 +1,4 @@
-"""The last lines of scripts/demo.py, and its one line for each failure that a reader can mend."""
+"""The last lines of scripts/demo.py, and its one line for each failure that the reader can mend."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
 
 
 def read_failure(demo: ModuleType, capsys: pytest.CaptureFixture[str]) -> str:
-    """The only line of a demo that ends with status 1."""
+    """The only line of a demo that fails with status 1."""
     assert demo.main() == 1
     (line,) = capsys.readouterr().err.splitlines()
     return str(line)

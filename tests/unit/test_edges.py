@@ -1,4 +1,4 @@
-"""scripts/edges: what it takes for an import loop, and what it says when its lists are not what there is."""
+"""scripts/edges: its import loops, and its errors where its lists differ from the code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from testkit import script
 
 @pytest.fixture
 def edges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script, for a crate in `tmp_path` whose lists are empty."""
+    """The script, for a crate in `tmp_path` with empty lists."""
     module = script.loaded("edges", monkeypatch)
     monkeypatch.setattr(module, "ROOT", tmp_path)
     monkeypatch.setattr(module, "CRATE_EDGES", {})

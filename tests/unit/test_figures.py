@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 BENCHES = Path(__file__).resolve().parents[2] / "benches"
-# These sections have figures as they were measured; the table of promises also has ratios of them.
+# These sections have measured figures; the table of promises also has ratios of them.
 SECTIONS = ("Copies", "Rivals", "Prefill here, decode there")
 FILE = re.compile(r"\((gpu/results/[\w.-]+)\)")
 NUMBER = re.compile(r"(?<![\w.-])-?\d*\.?\d+(?![\w.])")

@@ -1,4 +1,4 @@
-"""What scripts/generated.py does for the scripts that write files of the repository."""
+"""scripts/generated.py: the checks and writes of generated files."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def caches(layout: str) -> list[tuple[str, torch.Tensor]]:
 
 
 def block_bytes(geometry: Geometry, block: int) -> bytes:
-    """What a copy of the block by its regions gives."""
+    """The bytes of a copy of the block by its regions."""
     raw = [bytes(torch.tensor([], dtype=torch.uint8).set_(storage).tolist()) for storage in geometry.storages]
     parts = [raw[s][offset + block * stride :][:length] for s, offset, stride, length in geometry.regions]
     return b"".join(parts)
@@ -58,12 +58,12 @@ def test_the_form_tells_the_inside_of_a_page_and_nothing_else() -> None:
 
 
 def heads(keys: int, packing: str = KEY_THEN_VALUE) -> dict[str, Heads]:
-    """The same of every layer."""
+    """The same heads for every layer."""
     return {f"layer.{layer}": Heads(keys, CONTENT - keys, packing) for layer in range(LAYERS + 1)}
 
 
 def test_the_form_says_where_keys_and_values_are() -> None:
-    """By strides in the page as it is copied, wherever it lies in the engine's memory."""
+    """The form has strides in the copied page, independent of the page's place in the engine's memory."""
     form = {layout: describe(caches(layout), BLOCKS, heads(3)).form for layout in ("LBHNC", "LHBNC", "LBNHC", "BLNHC")}
     assert form["LBHNC"] == form["LHBNC"] and form["LBNHC"] == form["BLNHC"]
     inside = "layers=3 tokens=4 kv_heads=2 keys=3 values=2 dtype=int16"
@@ -80,7 +80,7 @@ def test_the_form_tells_one_kind_of_layer_from_the_next() -> None:
 
 
 def test_what_kernels_rearrange_by_a_rule_of_their_own_is_named_and_not_claimed() -> None:
-    """So is a page whose content is more than a key and a value."""
+    """The same holds for a page with more content than a key and a value."""
     assert describe(caches("LBHNC"), BLOCKS, heads(3, "amx")).form.endswith(
         "keys=3 values=2 dtype=int16 order=kv_heads,tokens,content packing=amx"
     )

@@ -26,7 +26,7 @@ RUN_WATCHDOG_S = 120
 
 @pytest.fixture(scope="session")
 def without_vllm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """An environment in which an import of vLLM fails."""
+    """An environment without an importable vLLM."""
     folder = tmp_path_factory.mktemp("path")
     (folder / "vllm").mkdir()
     (folder / "vllm/__init__.py").write_text(f"raise ImportError({END!r})\n")

@@ -1,4 +1,4 @@
-"""scripts/options: how an option becomes an item of docs/options.md."""
+"""scripts/options: an option becomes an item of docs/options.md."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def test_what_a_page_names_is_there(pages: ModuleType, tmp_path: Path) -> None:
 
 
 def write(root: Path, **texts: str) -> set[Path]:
-    """Files below docs/, `a` being a.md, and the code that they may link to."""
+    """Writes files below docs/, `a` being a.md, and a source file for their links."""
     files = {Path("docs") / f"{name}.md": text for name, text in texts.items()} | {Path("src/code.rs"): ""}
     for file, text in files.items():
         (root / file).parent.mkdir(exist_ok=True)

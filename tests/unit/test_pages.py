@@ -1,4 +1,4 @@
-"""K and V read and written by the strides that a page's form states."""
+"""K and V read and written by the strides of a page's form."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ IDS = [5, 1, 2, 3, 0]
 
 
 def blocks_of(layout: str, dtype: torch.dtype = torch.float32) -> tuple[list[torch.Tensor], str, torch.Tensor]:
-    """An engine's tensors in a layout, the form of their pages, and their blocks as they are copied, a row of bytes each."""
+    """An engine's tensors in a layout, the form of their pages, and their blocks in the order of copies, a row of bytes
+    each."""
     generator = torch.Generator().manual_seed(1)
     storage = torch.randn([AXES[axis] for axis in layout], generator=generator).to(dtype)
     logical = list(storage.permute([layout.index(axis) for axis in "LBHNC"]))
@@ -53,7 +54,7 @@ def test_every_layout_is_read_and_written_exactly(layout: str, dtype: torch.dtyp
     assert not written[[4, 6]].any(), "no other block is touched"
 
 
-# Elements of a piece by layout: all tokens of a head, or of all heads where these lie beside each other.
+# Elements of a piece by layout: all tokens of a head, or of all heads where these are contiguous.
 PIECES = {"LBHNC": TOKENS * (KEYS + VALUES), "LHBNC": TOKENS * (KEYS + VALUES), "LBNHC": TOKENS * HEADS * (KEYS + VALUES)}
 
 
@@ -89,7 +90,7 @@ def test_where_no_piece_serves_blocks_have_rows() -> None:
 
 @pytest.mark.parametrize("library", ["torch", "numpy"])
 def test_blocks_are_read_into_memory_that_a_decoder_has(library: str) -> None:
-    """Longer than what is read, and not contiguous, as a cache for several requests is."""
+    """The decoder's memory is longer than the blocks and not contiguous, like a cache for several requests."""
     logical, form, memory = blocks_of("LBHNC")
     given = [torch.full((LAYERS, HEADS, 2, (len(IDS) + 1) * TOKENS, dim), 5.0)[:, :, 1] for dim in (KEYS, VALUES)]
     out = given if library == "torch" else [tensor.numpy() for tensor in given]
@@ -107,7 +108,7 @@ def test_blocks_are_read_into_memory_that_a_decoder_has(library: str) -> None:
 
 @pytest.mark.parametrize("shards", [1, 2])
 def test_many_blocks_with_tokens_side_by_side(shards: int) -> None:
-    """As vLLM's CPU build keeps keys; numpy copies some blocks of a head at a time, here in runs of 19, 8 and 3."""
+    """As in vLLM's CPU build for keys; numpy copies some blocks of a head at a time, here in runs of 19, 8 and 3."""
     blocks, ids = 40, [*range(21, 40), *range(3, 11), *range(12, 15)]
     sizes = f"layers={LAYERS} tokens={TOKENS} kv_heads={HEADS} keys={KEYS} values={KEYS} dtype=float32"
     strides = f"kv_heads*{2 * KEYS * TOKENS}+keys*{TOKENS}+tokens"
@@ -126,7 +127,7 @@ def test_many_blocks_with_tokens_side_by_side(shards: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
 def test_no_blocks_are_read_as_no_tokens(dtype: torch.dtype) -> None:
-    """As where nothing is kept."""
+    """As for a prompt without kept blocks."""
     _, form, memory = blocks_of("LBNHC", dtype)
     assert [(tuple(found.shape), found.dtype) for found in pages.read(memory, form, [])] == [
         ((LAYERS, HEADS, 0, dim), dtype) for dim in (KEYS, VALUES)
@@ -159,7 +160,7 @@ def test_views_are_the_memory_itself() -> None:
 
 
 def test_shards_are_heads_after_heads() -> None:
-    """As two ranks of vLLM have them: the second one's heads come after the first one's."""
+    """As for two ranks of vLLM: the heads of the second one come after those of the first."""
     logical, form, first = blocks_of("LBHNC")
     second = torch.roll(first, 1, 0)
     found = pages.read(torch.cat([first, second], 1), form, [3], shards=2)
@@ -170,7 +171,7 @@ def test_shards_are_heads_after_heads() -> None:
 
 
 def test_kernel_blocks_between_heads() -> None:
-    """Blocks of which attention kernels make two: [kernel blocks, heads, tokens, content]."""
+    """Blocks of two kernel blocks of attention: [kernel blocks, heads, tokens, content]."""
     tensor = torch.arange(BLOCKS * 2 * HEADS * TOKENS * 8, dtype=torch.float32).view(BLOCKS * 2, HEADS, TOKENS, 8)
     form = describe([("layer.0", tensor)], BLOCKS, {"layer.0": Heads(4, 4, KEY_THEN_VALUE)}).form
     keys, values = pages.read(tensor.view(BLOCKS, -1).view(torch.uint8), form, [1, 4])
@@ -220,14 +221,14 @@ SOUND = "layers=1 tokens=4 kv_heads=2 keys=2 values=2 dtype=float32 k=kv_heads*1
     ],
 )
 def test_what_strides_do_not_describe_is_refused(form: str) -> None:
-    """And so is what lies outside of the page, before memory is looked at."""
+    """Strides beyond the page are refused before any memory is read."""
     assert pages.parse(f"{SOUND} packing=none")
     with pytest.raises(FormError, match=r"page_form|packing"):
         pages.parse(form)
 
 
 def cpu_page(isa: str, dtype: torch.dtype, tokens: int) -> tuple[Any, Any, torch.Tensor]:
-    """Keys and values of one block, and the cache of three blocks into the middle one of which vLLM wrote them."""
+    """Keys and values of one block, and a cache of three blocks with vLLM's copy of them in the middle one."""
     from vllm import _custom_ops as ops
 
     dim = 64
@@ -242,7 +243,7 @@ def cpu_page(isa: str, dtype: torch.dtype, tokens: int) -> tuple[Any, Any, torch
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("isa", "tokens"), [("vec", 32), ("vec16", 32), ("vec16", 16)])
 def test_pages_of_the_cpu_builds_attention_are_as_stated(isa: str, tokens: int, dtype: torch.dtype) -> None:
-    """What its kernel writes is read back by the strides, and instruction sets that write the same have one form."""
+    """Pillion reads the CPU kernel's bytes by the strides, and instruction sets with equal bytes have one form."""
     keys, values, cache = cpu_page(isa, dtype, tokens)
     form = describe([("layer.0", cache)], 3, {"layer.0": Heads(64, 64, KEYS_THEN_VALUES)}).form
     assert f"k=kv_heads*{tokens * 128}+keys*{tokens}+tokens v={tokens * 64}+kv_heads*{tokens * 128}+tokens*64+values" in form

@@ -1,4 +1,4 @@
-"""The structs that tests/skew hands to the C library are its header's: the library writes past the end of a shorter one."""
+"""The structs of tests/skew/library.py equal those of the C header: the library writes past the end of a shorter one."""
 
 from __future__ import annotations
 

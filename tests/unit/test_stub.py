@@ -1,4 +1,4 @@
-"""The stub of the native module says what the module has: a signature changed on one side alone is an error."""
+"""The stub of the native module has its signatures: a signature changed on one side alone is an error."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PYTHON = Path(__file__).resolve().parents[2] / "python"
 
 
 def test_the_stub_is_that_of_the_module() -> None:
-    # This checkout's stub, and the module of the wheel that is installed.
+    # This checkout's stub, and the module of the installed wheel.
     command = [sys.executable, "-m", "mypy.stubtest", "--concise", "pillion._shim"]
     environment = os.environ | {"MYPYPATH": str(PYTHON)}
     compared = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)

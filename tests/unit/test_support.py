@@ -1,4 +1,4 @@
-"""scripts/support: what it says where marks and rows do not agree."""
+"""scripts/support: its errors where marks and rows differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""scripts/tracked.py: which files of a tree the other scripts look at."""
+"""scripts/tracked.py: the files of a tree for the other scripts."""
 
 from __future__ import annotations
 

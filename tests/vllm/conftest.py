@@ -15,7 +15,7 @@ RELEASES = [pytest.param(release, marks=pytest.mark.xdist_group(release)) for re
 
 @pytest.fixture(scope="session")
 def player_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], stages.Player]]:
-    """The process of a release, started when it is first asked for."""
+    """Starts the process of a release at its first call."""
     directory = tmp_path_factory.mktemp("players")
     started: dict[str, stages.Player] = {}
     with contextlib.ExitStack() as stack:
@@ -31,7 +31,7 @@ def player_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[st
 
 @pytest.fixture
 def remedy(request: pytest.FixtureRequest) -> str:
-    """What Pillion says of what it does not serve: see scripts/support."""
+    """The remedy of the test's refusal: see scripts/support."""
     mark = request.node.get_closest_marker("refuses")
     return str(mark.args[1])
 
@@ -46,5 +46,5 @@ def release(request: pytest.FixtureRequest) -> str:
 def stage(
     request: pytest.FixtureRequest, release: str, player_of: Callable[[str], stages.Player], tmp_path: Path
 ) -> stages.Stage:
-    """Each release with each scheduler."""
+    """Runs the test with each release and each scheduler."""
     return stages.Stage(player_of(release), stages.SCHEDULERS[request.param], tmp_path)

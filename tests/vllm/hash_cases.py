@@ -1,4 +1,4 @@
-"""Requests whose block hashes vLLM's own functions compute, in whatever vLLM is installed.
+"""Requests with block hashes by the installed vLLM's own functions.
 
 The result has the form of tests/golden: extra keys as JSON, tuples as arrays and bytes as `{"bytes": hex}`.
 """
@@ -18,9 +18,9 @@ from vllm.v1.core import kv_cache_utils
 
 ALGORITHMS = ("xxhash_cbor", "sha256_cbor", "sha256", "xxhash")
 SEEDS = (None, "0", "42", "4294967295", "random")
-# Where CBOR or pickle begin to spend another byte.
+# Values at which CBOR or pickle begin to need another byte.
 EDGES = [0, 23, 24, 255, 256, 65535, 65536, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**40, 2**53]
-# What os.urandom gives, so that a random first hash is captured too.
+# The result of os.urandom, so a random first hash is captured too.
 NOT_RANDOM = bytes(range(32))
 
 
@@ -32,7 +32,7 @@ def as_json(value: Any) -> Any:
 
 
 def extras(source: random.Random, count: int, single: bool) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What a request may have beside its tokens; `single` where a block may have one extra key at most."""
+    """Inputs of a request's hashes beside its tokens; `single` if a block may have one extra key at most."""
     lora = SimpleNamespace(lora_name="adapter-é适", lora_path="/models/lora/a")
     embeds = torch.arange(count * 4, dtype=torch.float32).reshape(count, 4)
     begin = source.randrange(count)
@@ -56,7 +56,7 @@ def request(
     embeds: torch.Tensor | None = None,
     images: list[tuple[str, int, int]] | None = None,
 ) -> SimpleNamespace:
-    """What vLLM's hasher reads of a request."""
+    """The parts of a request for vLLM's hasher."""
     features = [
         SimpleNamespace(identifier=name, mm_position=SimpleNamespace(offset=offset, length=length))
         for name, offset, length in images or []
@@ -113,7 +113,7 @@ def captured(number: int, rounds: int) -> dict[str, Any]:
 
 
 def coarse(algorithm: str, hash_block_size: int, block_size: int, tokens: list[int]) -> list[bytes]:
-    """vLLM's hashes of blocks that are coarser than what is hashed."""
+    """vLLM's hashes of blocks that are coarser than the hashed ones."""
     none_hash(algorithm, None)
     hashes = kv_cache_utils.get_request_block_hasher(hash_block_size, get_hash_fn_by_name(algorithm))(request(tokens))
     return list(kv_cache_utils.BlockHashListWithBlockSize(hashes, hash_block_size, block_size))

@@ -1,7 +1,7 @@
 """Stops single threads of a process, as a machine without a free core does, and lets them go on.
 
-What one thread of the sidecar does while another stands still can be shown only so. The thread that stops them serves the
-scripted engine's process, which knows the moment.
+Some tests need one thread of the sidecar to act while another stands still. The holder's thread serves the scripted engine's
+process, which knows the moment.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from testkit.waiting import Failed, wait_for
 POLL_S = 0.001
 REQUEST_BYTES_MAX = 256
 
-# Names of the sidecar's threads, or how they begin.
+# Names of the sidecar's threads, or their beginnings.
 COPIERS, DATA_THREAD = "pillion-copy", "pillion-data"
 
 
 class Holder:
-    """Does what it is told by datagrams: `hold NAME`, `let NAME`, `idle NAME`; answers `done`, or why not."""
+    """Obeys datagrams: `hold NAME`, `let NAME`, `idle NAME`; answers `done`, or the error."""
 
     def __init__(self, pid: int, address: Path) -> None:
         self.address = str(address)
@@ -37,7 +37,7 @@ class Holder:
         self._thread.start()
 
     def end(self) -> None:
-        """Lets every thread go on."""
+        """Ends the holder's thread, which lets every held thread go on."""
         # Wakes the thread out of accept.
         self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join()

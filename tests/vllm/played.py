@@ -36,7 +36,7 @@ ANSWERS: dict[str, Any] = {
 
 
 class Policy:
-    """Writes down its calls, and gives the answers set by a test."""
+    """Records its calls, and gives the answers set by a test."""
 
     def __init__(self, options: Any, **facts: Any) -> None:
         self.options, self.facts = options, facts
@@ -114,7 +114,7 @@ def request(name: str, tokens: int = 4 * BLOCK_TOKENS + 1, **more: Any) -> Any:
 
 
 def step(role: Scheduler, *begun: Any, computes: dict[str, int] | None = None) -> Any:
-    """A step: requests begin on blocks of their own."""
+    """Plays a step: requests begin on blocks of their own."""
     new = [SimpleNamespace(req_id=each.request_id, block_ids=[[1, 2, 3, 4, 5]], num_computed_tokens=0) for each in begun]
     cached = SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set())
     output: Any = SimpleNamespace(
@@ -128,6 +128,6 @@ def step(role: Scheduler, *begun: Any, computes: dict[str, int] | None = None) -
 
 
 def finish(role: Scheduler, request: Any, status: str = "FINISHED_LENGTH_CAPPED") -> Any:
-    """The request is over; the answer to its router."""
+    """Ends the request; the answer to its router."""
     request.status = RequestStatus[status]
     return role.finished(request)

@@ -10,7 +10,7 @@ LAYERS = ["model.layers.0.attn", "model.layers.1.attn"]
 
 
 def kv_cache_config(specs: dict[str, Any] | Any, blocks: int = 10) -> Any:
-    """vLLM's configuration of one group whose layers have these specs, or all the same."""
+    """vLLM's configuration of one group with these specs by layer, or one spec for all layers."""
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, UniformTypeKVCacheSpecs
 
     several = isinstance(specs, dict)

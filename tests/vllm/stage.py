@@ -1,7 +1,7 @@
-"""Plays scenarios on scripted engines: vLLM's own schedulers, 0.33's too, over KV whose right bytes are known.
+"""Plays scenarios on scripted engines: vLLM's own schedulers, 0.33's too, over KV with known right bytes.
 
-An engine's process is started once for each release, since importing vLLM costs more than most scenarios. A scenario is
-a list of acts, each of them a method of `ScriptedEngine` and its arguments; this module names the ones tests use.
+An engine's process is started once for each release, since importing vLLM costs more than most scenarios. A scenario is a list
+of acts, each a method of `ScriptedEngine` and its arguments; this module names the acts for tests.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Player:
         try:
             reply = self._child.hear(SCENARIO_WATCHDOG_S)
         except Failed:
-            # A late report must not be taken for that of the next scenarios.
+            # A late report must not be taken for the report of the next scenarios.
             self._child.kill()
             raise
         if not isinstance(reply, list):
@@ -99,7 +99,7 @@ class Stage:
 
 
 def pillion(socket: Path, load: str, **extra: Any) -> dict[str, Any]:
-    """Pillion's connector with a query budget that no busy machine exhausts, and whole hits; with `sync` steps wait."""
+    """Pillion's connector with a query budget long enough for a busy machine, and whole hits; with `sync` steps wait."""
     settings: dict[str, Any] = {"pillion.socket": str(socket), "pillion.load": load}
     settings |= {"pillion.query_timeout_us": 10_000_000, "pillion.check_every": 0}
     return {
@@ -110,17 +110,17 @@ def pillion(socket: Path, load: str, **extra: Any) -> dict[str, Any]:
 
 
 def by_load(keeper: sidecar.Sidecar, *loads: str, **extra: Any) -> list[dict[str, Any]]:
-    """A connector for each way to load, with a namespace each: what one engine kept, no other finds."""
+    """A connector for each way to load, each with a namespace, so no engine hits the blocks of another one."""
     return [pillion(keeper.socket, load, **{"pillion.model_id": load}, **extra) for load in loads or LOADS]
 
 
 def metrics(keeper: sidecar.Sidecar) -> str:
-    """Where the sidecar's metrics are."""
+    """The address of the sidecar's metrics."""
     return f"http://{keeper.http}/metrics"
 
 
 def peers() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Options of two sidecars that are peers."""
+    """Options of two sidecars, peers of each other."""
     here, there = (f"127.0.0.1:{ports.free_port()}" for _ in range(2))
 
     def member(name: str, own: str, other: str) -> tuple[str, ...]:
@@ -129,7 +129,7 @@ def peers() -> tuple[tuple[str, ...], tuple[str, ...]]:
     return member("a", here, there), member("b", there, here)
 
 
-# --- prompts and what is right ---
+# --- prompts and right answers ---
 
 
 def prompt_of(tokens: int, seed: int) -> list[int]:
@@ -139,19 +139,19 @@ def prompt_of(tokens: int, seed: int) -> list[int]:
 
 
 def right_answers(prompts: list[list[int]], output_tokens: int, weights: int = 0) -> list[list[int]]:
-    """What an engine with right KV answers."""
+    """The answers of an engine with right KV."""
     from scripted import worker
 
     return [worker.right_answer(prompt, output_tokens, weights) for prompt in prompts]
 
 
 def hit_tokens(tokens: int) -> int:
-    """Of a prompt, those that a cache may serve: whole blocks, and one token is left."""
+    """The tokens of a prompt that a cache may serve: whole blocks, and one token is left."""
     return (tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 def block_count(prompts: list[list[int]], output_tokens: int) -> int:
-    """Blocks that are full once the last token but one is computed: the last one's KV never is."""
+    """Full blocks after all tokens but the last are computed: the last token's KV is never computed."""
     return sum((len(prompt) + output_tokens - 1) // BLOCK_TOKENS for prompt in prompts)
 
 
@@ -167,34 +167,33 @@ SLEEP: Act = {"do": "sleep"}
 
 
 def generate(prompts: list[list[int]], output_tokens: int, **more: Any) -> Act:
-    """Answer prompts. `at` says what happens before a step ("4"), between its scheduling and its execution
-    ("4:scheduled"), or between its execution and the look at an output ("4:executed").
-    """
+    """Answers prompts. `at` has acts before a step ("4"), between its scheduling and its execution ("4:scheduled"), or between
+    its execution and the look at an output ("4:executed")."""
     return {"do": "generate", "with": {"prompts": prompts, "output_tokens": output_tokens, **more}}
 
 
 def new_weights(weights: int | None = None) -> Act:
-    """Weights are replaced without a word to anybody: by ones that never were, or by those of `weights`."""
+    """Replaces the weights without a notice to Pillion: by new ones, or by those of `weights`."""
     return {"do": "new_weights", "with": {"weights": weights}}
 
 
 def call(method: str, *args: Any) -> Act:
-    """Every worker does something, through vLLM's engine core."""
+    """Calls a method of every worker, through vLLM's engine core."""
     return {"do": "call", "with": {"method": method, "args": list(args)}}
 
 
 def add(prompt: list[int], output_tokens: int) -> Act:
-    """One more request."""
+    """Adds a request."""
     return {"do": "add", "with": {"prompt": prompt, "output_tokens": output_tokens}}
 
 
 def abort(*indexes: int) -> list[Act]:
-    """Clients leave."""
+    """Aborts these requests, as clients that disconnect."""
     return [{"do": "abort", "with": {"index": index}} for index in indexes]
 
 
 def send(keeper: sidecar.Sidecar, name: str) -> Act:
-    """A signal for the sidecar, which has taken effect when the act ends."""
+    """Sends the sidecar a signal, and waits for its effect."""
     return {"do": "signal", "with": {"pid": keeper.pid, "name": name}}
 
 
@@ -209,17 +208,17 @@ def go_on(keeper: sidecar.Sidecar) -> Act:
 
 
 def spoil(count: int = 1, first_block: int = 0) -> Act:
-    """The next loads fail from a block on."""
+    """Makes the next `count` loads fail from a block on."""
     return {"do": "spoil_plans", "with": {"count": count, "first_block": first_block}}
 
 
 def lose_leases(count: int) -> Act:
-    """The next loads find no lease."""
+    """Takes the lease from the next `count` loads."""
     return {"do": "lose_leases", "with": {"count": count}}
 
 
 def break_slots(keeper: sidecar.Sidecar, word: str) -> Act:
-    """A header word of every committed slot of the pool goes bad, until `MEND`."""
+    """Damages a header word of every committed slot of the pool, until `MEND`."""
     return {"do": "break_slots", "with": {"path": str(keeper.pool), "word": word}}
 
 
@@ -227,7 +226,7 @@ MEND: Act = {"do": "mend_pool"}
 
 
 def wait_saved(blocks: int) -> Act:
-    """Wait for as many blocks to be committed."""
+    """Waits for so many blocks to be committed."""
     return {"do": "wait_saved", "with": {"saved_bytes": blocks * BLOCK_BYTES}}
 
 
@@ -236,14 +235,14 @@ def tell(holder: Holder, verb: str, name: str) -> Act:
     return {"do": "tell", "with": {"address": holder.address, "text": f"{verb} {name}"}}
 
 
-# Waits until the sidecar's data thread has done what there was to do.
+# Waits until the sidecar's data thread has done all due work.
 TURN: Act = {"do": "turn"}
-# Waits until whatever the sidecar copied for loads has ended.
+# Waits until the sidecar's copies for loads have ended.
 WAIT_RELEASED: Act = {"do": "wait_released"}
 
 
 def wait_filled(keeper: sidecar.Sidecar) -> Act:
-    """Waits until every slot that is being filled holds a block of the engine as it is now."""
+    """Waits until every slot that is being filled has the engine's present bytes of a block."""
     return {"do": "wait_filled", "with": {"path": str(keeper.pool)}}
 
 
@@ -251,7 +250,7 @@ def wait_filled(keeper: sidecar.Sidecar) -> Act:
 
 
 def expect_right(result: dict[str, Any], right: list[list[int]], what: str) -> None:
-    """Every position that attention read was right, and every request was answered from there."""
+    """Every position that attention read was right, and every request was answered to its end."""
     assert result["wrong"] == 0, f"wrong KV: {what}: {result['wrong']} positions were read that do not hold their tokens' KV"
     lost = [index for index, answer in enumerate(result["value"]) if len(answer) < len(right[index])]
     assert not lost, f"lost request: {what}: requests {lost} ended early"

@@ -1,4 +1,5 @@
-"""How vLLM's outputs are told to the policy, and the ends of loads to vLLM. What is kept then: connector-shim/tests/policy."""
+"""Reports of vLLM's accepted outputs to the policy, and of ended loads to vLLM. Their effect on saves:
+connector-shim/tests/policy."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from pillion.metadata import StepOutput
 
 
 def test_an_output_counts_once_every_rank_has_returned_it() -> None:
-    """In whatever order vLLM puts them together."""
+    """The order in which vLLM aggregates the outputs does not matter."""
     run = b"r" * 16
     both = StepOutput(run, 5).aggregate(StepOutput(run, 5))
     assert (both.ranks, both.aggregate(StepOutput(run, 5)).ranks) == (2, 3)
@@ -27,7 +28,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_the_sidecar_is_told_of_each_output_that_vllm_takes(engine: Any) -> None:
-    """And of none that a rank lacks, or that an earlier life of the engine returned."""
+    """An output without every rank, or of an earlier life of the engine, is not reported."""
     role, policy = engine
     metadata = played.step(role, played.request("one"))
     role.accepts(StepOutput(metadata.run, metadata.step, ranks=0))
@@ -38,7 +39,7 @@ def test_the_sidecar_is_told_of_each_output_that_vllm_takes(engine: Any) -> None
 
 
 def test_a_request_of_a_step_that_is_passed_over_is_in_doubt(engine: Any) -> None:
-    """The policy is told which requests the open steps compute, of those too that are over."""
+    """The policy gets the requests of all open steps, ended requests too."""
     role, policy = engine
     first, second, third = (played.request(name) for name in ("one", "two", "three"))
     for request in (first, second, third):
@@ -51,7 +52,7 @@ def test_a_request_of_a_step_that_is_passed_over_is_in_doubt(engine: Any) -> Non
 
 
 def test_the_end_of_a_load_is_told_until_vllm_has_learned_of_it() -> None:
-    """A step may raise before it tells anything. The next step tells the end then."""
+    """A step may raise before it reports the end. The next step reports the end then."""
     loads = RankLoads(False)
     loads.begin_step(1, ())
     loads.lose_load("one", [7])

@@ -68,7 +68,7 @@ def test_what_another_connector_loads_is_not_kept(stage: Stage, kind: str, sync:
 
 @pytest.mark.parametrize("beside_others", [False, True])
 def test_words_of_routers_are_for_the_other_connector(monkeypatch: pytest.MonkeyPatch, beside_others: bool) -> None:
-    """It brings prompts that are awaited, and hands over those that another engine goes on with."""
+    """The other connector loads awaited prompts, and hands over prompts that another engine answers."""
     role, policy = played.scheduler(monkeypatch, beside_others=beside_others)
     for name, words in (("one", BROUGHT), ("two", COMPUTED_FOR_ANOTHER), ("three", None)):
         role.announced(played.request(name, kv_transfer_params=words))

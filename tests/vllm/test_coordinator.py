@@ -43,7 +43,7 @@ def _state(size: int) -> Any:
 
 
 def _coordinator(specs: list[Any]) -> Any:
-    """vLLM's, without hits that end within a block."""
+    """vLLM's coordinator, without hits that end within a block."""
     import math
 
     from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator

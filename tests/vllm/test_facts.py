@@ -1,4 +1,4 @@
-"""Facts of an engine: what each setting of vLLM changes of them, and what it does not."""
+"""Facts of an engine: the effect of each setting of vLLM on them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from testkit.engine_config import engine_config
 
 
 class Model(torch.nn.Module):
-    """One with an attention layer beside experts."""
+    """A model with an attention layer beside experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Model(torch.nn.Module):
 
 
 def configuration(**values: Any) -> Any:
-    """A model's."""
+    """A model's configuration."""
     return SimpleNamespace(to_dict=lambda: values)
 
 
@@ -94,7 +94,7 @@ def engine(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., di
 
 
 def differing(one: dict[str, str], other: dict[str, str]) -> set[str]:
-    """Names of facts that differ."""
+    """Names of differing facts."""
     return {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
 
 
@@ -123,11 +123,11 @@ def differing(one: dict[str, str], other: dict[str, str]) -> set[str]:
 def test_each_setting_changes_its_own_fact(
     engine: Callable[..., dict[str, str]], changed: dict[str, Any], options: dict[str, Any], fact: str | None
 ) -> None:
-    """And no other one; what makes no KV changes none."""
+    """No other fact changes; settings without effect on KV change none."""
     assert differing(engine(), engine(changed, **options)) == ({fact} if fact else set())
 
 
-# Variables that one model's code reads, with no rule of vLLM.
+# Variables read by one model's code, without a rule of vLLM.
 MODELS_OWN = {"XHS_VIDEO_JPEG_QUALITY"}
 PLACES = [(fact, place, name) for fact, places in SETTINGS.items() for place, names in places.items() for name in names]
 
@@ -136,7 +136,7 @@ PLACES = [(fact, place, name) for fact, places in SETTINGS.items() for place, na
 def test_settings_away_from_their_defaults_are_stated(
     engine: Callable[..., dict[str, str]], monkeypatch: pytest.MonkeyPatch, fact: str, place: str, name: str
 ) -> None:
-    """Each by name; at its default it is not, whether this vLLM knows it or not."""
+    """Each is stated by name; at its default it is not, in releases of vLLM with and without it."""
     default = SETTINGS[fact][place][name]
     usual = engine()
     assert usual[fact].partition(" ")[0] == "default"
@@ -172,7 +172,7 @@ def test_the_form_of_states_is_stated(
 
 
 def test_a_variable_of_one_model_is_read(engine: Callable[..., dict[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though vLLM has no rule for it."""
+    """vLLM has no rule for it."""
     usual = engine()
     monkeypatch.setenv("XHS_VIDEO_JPEG_QUALITY", "85")
     assert engine() == usual
@@ -181,7 +181,7 @@ def test_a_variable_of_one_model_is_read(engine: Callable[..., dict[str, str]], 
 
 
 def test_a_file_of_scales_is_its_content(engine: Callable[..., dict[str, str]], tmp_path: Path) -> None:
-    """Whatever its path."""
+    """The path does not matter."""
     stated = []
     for name, content in (("one", "1"), ("one", "2"), ("two", "2")):
         (tmp_path / name).write_text(content)
@@ -190,7 +190,8 @@ def test_a_file_of_scales_is_its_content(engine: Callable[..., dict[str, str]], 
 
 
 def test_defaults_are_vllms_own() -> None:
-    """A setting that vLLM names otherwise, or whose default moved, would split engines or hide what was set."""
+    """If vLLM renames a setting or changes its default, engines would have different facts, or a set value would not be
+    stated."""
     from vllm import envs
     from vllm.config import AttentionConfig, CacheConfig, VllmConfig
     from vllm.config.multimodal import MultiModalConfig
@@ -212,7 +213,7 @@ def test_defaults_are_vllms_own() -> None:
 
 
 def test_the_users_word_stands_for_files_alone(engine: Callable[..., dict[str, str]], directory: Path, said: list[str]) -> None:
-    """Without files it is needed."""
+    """Without files `pillion.model_id` is needed."""
     files = engine()
     named = engine(model_id="tiny")
     assert differing(files, named) == {"weights"} and "tiny" in named["weights"]
@@ -227,7 +228,7 @@ def test_the_users_word_stands_for_files_alone(engine: Callable[..., dict[str, s
 
 
 def test_experts_that_no_sample_compares_are_those_of_the_files(engine: Callable[..., dict[str, str]], said: list[str]) -> None:
-    """Between data-parallel engines, and where they move; the user's word is not enough."""
+    """They are stated for data-parallel engines, and where experts move; `pillion.model_id` is not enough."""
     dealt = {"parallel_config.enable_expert_parallel": True, "parallel_config.data_parallel_size": 2}
     moving = {"parallel_config.enable_expert_parallel": True, "parallel_config.enable_eplb": True}
     usual = engine()
@@ -241,7 +242,7 @@ def test_experts_that_no_sample_compares_are_those_of_the_files(engine: Callable
 
 
 def test_what_cannot_be_compared_is_shared_with_nobody(engine: Callable[..., dict[str, str]], said: list[str]) -> None:
-    """And the log names it."""
+    """The fact is private to the engine, and the log names it."""
     broken = {
         "config": {"model_config.hf_config": configuration(hook=print)},
         "additional": {"additional_config": {"plugin": print}},
@@ -256,7 +257,7 @@ def test_what_cannot_be_compared_is_shared_with_nobody(engine: Callable[..., dic
 def test_random_hashes_are_shared_with_nobody(
     engine: Callable[..., dict[str, str]], said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that start from a random value without a seed."""
+    """Hashes that start from a random value without a seed."""
     monkeypatch.delenv("PYTHONHASHSEED")
     assert engine({"cache_config.prefix_caching_hash_algo": "xxhash"})["none_hash"] == "private to engine-7 1"
     assert "set PYTHONHASHSEED" in said[0]
@@ -281,7 +282,7 @@ def test_only_drafters_with_kv_count(engine: Callable[..., dict[str, str]]) -> N
 
 
 def test_every_page_that_is_read_of_a_file_counts(directory: Path) -> None:
-    """Its first and its last, and its name."""
+    """The first page and the last one count, and so does the file's name."""
     model_config = SimpleNamespace(model=str(directory))
     path = directory / "model.safetensors"
     before = model_files.digest_weights(model_config, "auto")
@@ -297,7 +298,7 @@ def test_every_page_that_is_read_of_a_file_counts(directory: Path) -> None:
     assert model_files.digest_weights(model_config, "dummy") is None
 
 
-# --- what vLLM's own objects say ---
+# --- facts from vLLM's own objects ---
 
 
 def test_both_roles_of_an_engine_make_the_same_digest_of_its_groups() -> None:
@@ -317,7 +318,7 @@ def test_both_roles_of_an_engine_make_the_same_digest_of_its_groups() -> None:
 
 
 def test_weights_that_are_prefetched_from_the_host_are_known() -> None:
-    """By the settings of vLLM that say so."""
+    """The settings of vLLM for prefetching are known."""
     from vllm.config import OffloadConfig
 
     def keeps(**settings: Any) -> bool:
@@ -335,7 +336,7 @@ def test_weights_that_are_prefetched_from_the_host_are_known() -> None:
 
 
 def scaled_engine(implementation: Any) -> tuple[Any, Any, torch.Tensor]:
-    """An engine whose layer keeps the scales of an int8 cache inside its pages, and the pages."""
+    """An engine with a layer that keeps the scales of an int8 cache inside its pages, and the pages."""
     from vllm.v1.kv_cache_interface import KVQuantMode
 
     pages = torch.zeros(10, 2, 16, 2 * (64 + 4), dtype=torch.int8)
@@ -349,7 +350,7 @@ def scaled_engine(implementation: Any) -> tuple[Any, Any, torch.Tensor]:
 
 
 def triton_attention() -> Any:
-    """vLLM's, as far as its caches of scales go."""
+    """vLLM's attention, reduced to its caches of scales."""
     from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
     from vllm.v1.kv_cache_interface import KVQuantMode
 
@@ -372,14 +373,14 @@ def test_scales_that_were_loaded_before_the_first_forward_stay(prepared: bool) -
 
 
 def test_attention_that_may_overwrite_loaded_scales_is_refused() -> None:
-    """By name. Other caches have no such scales."""
+    """The refusal names the backend. Other caches have no such scales."""
     config, groups, _ = scaled_engine(SimpleNamespace())
     assert "--attention-backend TRITON_ATTN" in (vllm_compat.prepare_scales(config, groups) or "")
     assert vllm_compat.prepare_scales(config, kv_cache_config(full_attention())) is None
 
 
 def test_what_is_made_of_media_is_stated_by_its_files(engine: Callable[..., dict[str, str]], directory: Path) -> None:
-    """Of a model that sees more than texts."""
+    """For a model that sees more than texts."""
     texts = {"model_config.multimodal_config": None}
     before, alone = engine(), engine(texts)
     (directory / "preprocessor_config.json").write_text('{"image_mean": [0.5]}')
@@ -393,7 +394,7 @@ def test_what_is_made_of_media_is_stated_by_its_files(engine: Callable[..., dict
 
 
 def test_a_processor_that_is_not_here_keeps_an_engine_apart(engine: Callable[..., dict[str, str]], said: list[str]) -> None:
-    """Unless the user has a name for all of the model."""
+    """It does, unless `pillion.model_id` names all of the model."""
     gone = {"model_config.model": "nobody/nothing"}
     assert "engine-7" in engine(gone)["multimodal"]
     assert any("processor" in text for text in said)

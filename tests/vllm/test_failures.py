@@ -1,6 +1,6 @@
-"""The protections of the data path, each in the one interleaving of threads that needs it.
+"""The protections of the data path, each in the one interleaving of threads for it.
 
-Each must fail without its protection: see scripts/mutations.
+Each test must fail without its protection: see scripts/mutations.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ from stage import (
 
 from testkit import sidecar
 
-# A pool of the engine in which no two of the tests' prompts fit: the second one overwrites blocks of the first.
+# A pool of the engine with room for one of the tests' prompts: the second one overwrites blocks of the first.
 FEW_BLOCKS: dict[str, Any] = {"blocks": 10, "max_model_len": 288}
 FIRST, SECOND = prompt_of(200, 101), prompt_of(230, 102)
-# What a frozen sidecar may cost a step, as in production.
+# The longest delay of a step by a frozen sidecar, as in production.
 SHORT = {"pillion.query_timeout_us": 2000}
 
 
 @pytest.mark.parametrize("copy", ["engine", "sidecar"])
 def test_cancel_protects_reused_blocks(stage: Stage, copy: str) -> None:
-    """The sidecar sleeps on a save until another request has overwritten the blocks: nothing of them is kept."""
+    """The sidecar is frozen before a save until another request has overwritten the blocks: none of them is kept."""
     with sidecar.serving(stage.directory) as keeper:
         acts = [
             # The save is posted, its step not done.
@@ -74,7 +74,7 @@ def test_cancel_protects_reused_blocks(stage: Stage, copy: str) -> None:
 
 
 def test_gate_protects_given_away_blocks(stage: Stage) -> None:
-    """The threads that copy get no core until the engine has loaded by itself and given the blocks to another request."""
+    """The copying threads get no core until the engine has loaded by itself and given the blocks to another request."""
     with sidecar.serving(stage.directory) as keeper, holding(keeper.pid, stage.directory) as holder:
         acts = [
             generate([FIRST], 1),
@@ -90,7 +90,7 @@ def test_gate_protects_given_away_blocks(stage: Stage) -> None:
                 },
             ),
             RESET,
-            # Past the prompt: the blocks that were loaded hold the other request's KV, and are read in every step.
+            # Behind the prompt: the loaded blocks now have the other request's KV, and every step reads them.
             generate([SECOND], 8, at={"4": [tell(holder, "let", COPIERS), WAIT_RELEASED]}),
         ]
         (connector,) = by_load(keeper, "async", **{"pillion.copy": "sidecar"})
@@ -117,7 +117,7 @@ def test_rescue_fills_promised_blocks(stage: Stage, load: str) -> None:
 @pytest.mark.parametrize("copy", ["engine", "sidecar"])
 @pytest.mark.parametrize("load", LOADS)
 def test_promises_outlive_the_sidecar(stage: Stage, load: str, copy: str) -> None:
-    """The sidecar is killed after its promise: the slots were leased and stay what they are."""
+    """The sidecar is killed after its promise: the leased slots stay as they are."""
     with sidecar.serving(stage.directory) as keeper:
         acts = [generate([FIRST], 1), SETTLE, RESET, generate([FIRST], 4, at={"0:scheduled": [send(keeper, "SIGKILL")]})]
         (connector,) = by_load(keeper, load, **{"pillion.copy": copy})
@@ -127,7 +127,7 @@ def test_promises_outlive_the_sidecar(stage: Stage, load: str, copy: str) -> Non
 
 
 def test_rescue_of_a_killed_sidecar(stage: Stage) -> None:
-    """The sidecar is killed with the copies of a load begun: their rest is made by the engine, at once."""
+    """The sidecar is killed with the copies of a load begun: the engine copies the rest at once."""
     with sidecar.serving(stage.directory) as keeper, holding(keeper.pid, stage.directory) as holder:
         at = {"0:scheduled": [tell(holder, "hold", COPIERS)], "1": [TURN, send(keeper, "SIGKILL")]}
         acts = [generate([FIRST], 1), SETTLE, RESET, generate([FIRST], 4, at=at)]
@@ -144,7 +144,7 @@ def test_commit_rule_protects_reused_blocks(stage: Stage) -> None:
             # The copies of the save wait for threads,
             generate([FIRST], 1, at={"0:scheduled": [tell(holder, "hold", COPIERS)]}),
             TURN,
-            # nobody reads the ring while their sources are overwritten,
+            # the data thread reads no ring while their sources are overwritten,
             tell(holder, "hold", DATA_THREAD),
             generate([SECOND], 1),
             # and they are made then.
@@ -162,12 +162,12 @@ def test_commit_rule_protects_reused_blocks(stage: Stage) -> None:
         assert keeper.metrics()["pillion_saves_lost_to_reuse_total"] > 0
 
 
-# --- loads that fail ---
+# --- failed loads ---
 
 
 @pytest.mark.parametrize(("copy", "word"), [("engine", "state"), ("engine", "generation"), ("sidecar", "generation")])
 def test_slots_that_went_bad_are_recomputed(stage: Stage, copy: str, word: str) -> None:
-    """A slot is not what was leased, when the engine copies and when it finishes what the sidecar did not copy."""
+    """A slot changes after its lease, while the engine copies, or while it finishes copies that the sidecar did not make."""
     prompts = [FIRST, SECOND]
     right = right_answers(prompts, 8)
     blocks = sum(hit_tokens(len(prompt)) for prompt in prompts) // BLOCK_TOKENS
@@ -210,8 +210,7 @@ def test_leases_lost_before_the_load(stage: Stage, copy: str) -> None:
 @pytest.mark.parametrize("first_block", [0, 9])
 def test_requests_beside_a_failed_load(stage: Stage, first_block: int) -> None:
     """vLLM leaves the blocks of a failed synchronous load in its own cache and recomputes them chunk by chunk. Requests that
-    find them there before that answer what they read (vLLM's loss); nothing that they compute may be kept.
-    """
+    find them there in between answer from them (a fault of vLLM); no block that they compute may be kept."""
     common = prompt_of(600, 111)
     prompts = [common + prompt_of(60, 112), common + prompt_of(90, 113), common[:520] + prompt_of(90, 114)]
     right = right_answers(prompts, 8)
@@ -221,7 +220,7 @@ def test_requests_beside_a_failed_load(stage: Stage, first_block: int) -> None:
         for arrival in ("1", "2", "3", "5"):
             acts += [RESET, spoil(1, first_block), generate(prompts[:1], 24, at={arrival: late})]
             acts += [SETTLE, RESET, generate(prompts, 8), SETTLE]
-        # Chunks, so that a recomputation leaves room in its steps for the other requests.
+        # Chunks leave room in a recomputation's steps for the other requests.
         (connector,) = by_load(keeper, "sync")
         (results,) = stage.play(acts, connector, metrics=metrics(keeper), chunk_tokens=64)
         for failed, last in zip(results[5::7], results[8::7], strict=True):
@@ -231,7 +230,7 @@ def test_requests_beside_a_failed_load(stage: Stage, first_block: int) -> None:
 
 
 def test_no_block_of_a_failed_load_stays_in_the_prefix_cache(stage: Stage) -> None:
-    """Its client leaves before vLLM hears of the failure, so nobody computes the blocks again."""
+    """Its client leaves before vLLM gets the report of the failure, so no request computes the blocks again."""
     with sidecar.serving(stage.directory) as keeper:
         acts = [generate([FIRST], 1), SETTLE, RESET, SLOW_STEPS, spoil(1)]
         acts += [generate([FIRST], 8, at={"0:scheduled": abort(0)}), generate([FIRST], 8)]
@@ -240,7 +239,7 @@ def test_no_block_of_a_failed_load_stays_in_the_prefix_cache(stage: Stage) -> No
         expect_right(results[6], right_answers([FIRST], 8), "after a load that failed")
 
 
-# --- weights that change ---
+# --- changing weights ---
 
 
 @pytest.mark.parametrize("reset", [RESET, RESET_ALL], ids=["local", "connector"])
@@ -257,17 +256,17 @@ def test_new_weights_while_requests_run(stage: Stage, step: str, reset: dict[str
         for results in stage.play(acts, *connectors, metrics=metrics(keeper)):
             for after in (results[6], results[9]):
                 expect_right(after, right_answers(prompts + later, 8, weights=1), "after new weights")
-            # What came after is kept.
+            # Later blocks are kept.
             assert results[9]["hits"] >= sum(hit_tokens(len(prompt)) for prompt in prompts)
 
 
 def test_weights_that_come_back(stage: Stage) -> None:
-    """Each time they find what was kept of them, whatever says that they changed, and nothing of the others."""
+    """After each change, by each kind of call, requests hit the blocks kept with the same weights, and no others."""
     prompts = [FIRST, SECOND]
     hit = sum(hit_tokens(len(prompt)) for prompt in prompts)
     with sidecar.serving(stage.directory) as keeper:
         updated = [call("start_weight_update"), call("update_weights", 1), call("finish_weight_update")]
-        # vLLM's own cache is not reset by these: it is by users who want right answers.
+        # These calls do not reset vLLM's own cache: users who want right answers do.
         changes = [
             ([call("new_weights", 1)], 1, 0),
             ([new_weights(0)], 0, hit),
@@ -287,7 +286,7 @@ def test_weights_that_come_back(stage: Stage) -> None:
 
 @pytest.mark.parametrize("step", ["1", "3", "9"])
 def test_nothing_is_kept_of_an_update(stage: Stage, step: str) -> None:
-    """Requests that run on while the weights are partly old and partly new ask for nothing, and nothing of them is kept."""
+    """Requests that run during a change of weights send no queries, and none of their blocks is kept."""
     prompts = [FIRST, SECOND]
     with sidecar.serving(stage.directory) as keeper:
         begins = [call("start_weight_update"), *(add(prompt, 24) for prompt in prompts)]
@@ -302,7 +301,7 @@ def test_nothing_is_kept_of_an_update(stage: Stage, step: str) -> None:
 
 
 def test_sleep_discards_what_is_being_saved(stage: Stage) -> None:
-    """vLLM sleeps, and its KV memory is gone, while the sidecar is about to save from it: another engine finds none of it."""
+    """vLLM sleeps, and its KV memory is freed, before the sidecar copies a save from it: another engine finds none of it."""
     with sidecar.serving(stage.directory) as keeper:
         falls_asleep = [generate([FIRST], 1, at={"0:scheduled": [stop(keeper)]}), SLEEP, go_on(keeper), SETTLE]
         (connector,) = by_load(keeper, "sync", **SHORT)
@@ -313,7 +312,7 @@ def test_sleep_discards_what_is_being_saved(stage: Stage) -> None:
 
 
 def test_sleep_and_wake(stage: Stage) -> None:
-    """An engine that slept, at any moment of its requests, finds what it kept before, and nothing of its lost memory."""
+    """An engine that slept, at any moment of its requests, hits its earlier blocks, and nothing of its lost memory."""
     prompts = [FIRST, SECOND]
     right = right_answers(prompts, 8)
     with sidecar.serving(stage.directory) as keeper:

@@ -1,4 +1,4 @@
-"""The worker role on a GPU, its session and vLLM's forward played: which waits it enqueues, and what it does without hooks."""
+"""The worker role on a GPU with a played session and a played forward: its waits, and its behaviour without hooks."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from testkit.engine_config import engine_config
 LAYERS = [f"layer.{index}" for index in range(4)]
 CUTS = 2
 WHOLE, CUT_BY_CUT = False, True
-# The flag of a plan that its step waits for, and where a plan has its flags.
+# The flag of a plan with a waiting step, and the place of the flags in a plan.
 LOAD_SYNC, FLAGS = 1, 28
 
 
 class Session:
-    """Writes down what the worker asks of it."""
+    """Records the worker's calls."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -35,10 +35,10 @@ class Session:
     namespace = ""
 
     def join(self, run: bytes) -> None:
-        """Not looked at."""
+        """Ignored."""
 
     def take_notices(self) -> list[str]:
-        """None."""
+        """No notices."""
         return []
 
     def start(self, step: int, stream: int) -> None:
@@ -46,7 +46,7 @@ class Session:
         self.calls.append(("start", step))
 
     def done(self, step: int, wake: bool, stream: int) -> None:
-        """A step is done."""
+        """A step ends."""
         self.calls.append(("done", step))
 
     def load(self, plan: bytes, stream: int, by_cuts: bool) -> list[int] | None:
@@ -63,13 +63,13 @@ class Session:
 
 
 def plan(*blocks: int, flags: int = LOAD_SYNC) -> bytes:
-    """As connector-shim/src/core/plan.rs encodes it."""
+    """A plan in the form of connector-shim/src/core/plan.rs."""
     return struct.pack("<QQQII", 77, 1, 5, len(blocks), flags) + b"".join(
         struct.pack("<QQQ", block, 4096, 3) for block in blocks
     )
 
 
-# Full attention in all layers, of which nothing more is known.
+# Full attention in all layers.
 ONE_GROUP: Any = SimpleNamespace(num_blocks=4, kv_cache_groups=[SimpleNamespace(layer_names=["layer"], kv_cache_spec=None)])
 
 
@@ -89,7 +89,7 @@ class Rank:
         self.fills_tail = False
 
     def step(self, mode: str, hooks: list[str], *plans: tuple[bytes, bool]) -> list[tuple[Any, ...]]:
-        """Plays one step; what the worker asked of its session."""
+        """Plays one step; the worker's calls of its session."""
         self.session.calls = []
         self.step_number += 1
         self.context = SimpleNamespace(attn_metadata={}, ubatch_slices=None, cudagraph_runtime_mode=SimpleNamespace(name=mode))
@@ -113,7 +113,7 @@ def test_the_first_load_is_waited_for_as_a_whole_the_next_cut_by_cut() -> None:
 
 @pytest.mark.parametrize(("mode", "hooks"), [("FULL", []), ("PIECEWISE", LAYERS)])
 def test_other_kinds_of_forwards_wait_for_the_whole(mode: str, hooks: list[str]) -> None:
-    """Full graphs always, piecewise ones until they are proven themselves."""
+    """Full graphs always do, piecewise ones until they have proven their own hooks."""
     rank = Rank()
     rank.step("NONE", LAYERS)
     assert ("load", WHOLE) in rank.step(mode, hooks, (plan(5), True))
@@ -121,7 +121,7 @@ def test_other_kinds_of_forwards_wait_for_the_whole(mode: str, hooks: list[str])
 
 
 def test_asynchronous_loads_are_not_waited_for() -> None:
-    """Neither alone nor beside synchronous ones."""
+    """They are not, alone or beside synchronous ones."""
     rank = Rank()
     rank.step("NONE", LAYERS)
     assert rank.step("NONE", LAYERS, (plan(5, flags=0), False)) == [("start", 2), ("load", WHOLE), ("done", 2)]
@@ -130,7 +130,7 @@ def test_asynchronous_loads_are_not_waited_for() -> None:
 
 
 def test_a_block_that_the_step_goes_on_in_is_waited_for_before_the_forward() -> None:
-    """A layer writes the KV of its tokens before its hook: a copy behind that would overwrite it."""
+    """A layer writes the KV of its tokens before its hook: a later copy would overwrite it."""
     rank = Rank()
     rank.step("NONE", LAYERS)
     rank.fills_tail = True
@@ -140,7 +140,7 @@ def test_a_block_that_the_step_goes_on_in_is_waited_for_before_the_forward() -> 
 
 
 def test_hooks_that_stay_away_fail_the_load_and_end_the_overlap() -> None:
-    """What the step may have read too early is computed again."""
+    """Blocks that the step may have read too early are computed again."""
     rank = Rank()
     rank.step("NONE", LAYERS)
     calls = rank.step("NONE", [], (plan(5, 9), True), (plan(7), True))
@@ -151,7 +151,8 @@ def test_hooks_that_stay_away_fail_the_load_and_end_the_overlap() -> None:
 
 
 def test_a_forward_that_raised_is_not_taken_for_one_without_hooks() -> None:
-    """vLLM ends such a step as any other. The next one waits for what it left, and later ones still wait layer by layer."""
+    """vLLM ends such a step as any other. The next one waits for its remaining loads, and later ones still wait layer by
+    layer."""
     rank = Rank()
     rank.step("NONE", LAYERS)
 
@@ -172,7 +173,7 @@ def test_a_forward_that_raised_is_not_taken_for_one_without_hooks() -> None:
 
 
 def test_a_step_names_itself_in_its_output_where_it_is_asked_to() -> None:
-    """By which the scheduler role learns that vLLM took it."""
+    """The scheduler role learns from it that vLLM took the output."""
     rank = Rank()
     assert rank.worker.step_output() is None
     rank.worker.begin_step(PillionMetadata(b"", 1, asks=True))
@@ -208,7 +209,7 @@ def test_who_copies_on_a_gpu(
     tried: list[str],
     stays_out: str | None,
 ) -> None:
-    """Where the sidecar cannot, the engine does, if the choice was left open and its memory stays where it is."""
+    """If the sidecar cannot copy, the engine does, provided that `copy` left the choice open and its memory stays in place."""
     said: list[str] = []
     monkeypatch.setattr("pillion.memory.logger.warning", lambda text, *parts: said.append(text % parts))
     config: Any = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=sleep_mode))
@@ -235,7 +236,7 @@ def test_who_copies_on_a_gpu(
 
 @pytest.mark.refuses("early-sleep", "run without --enable-sleep-mode")
 def test_an_engine_that_sleeps_does_not_copy(remedy: str) -> None:
-    """Its KV memory goes away under its own copies."""
+    """Its KV memory is freed during its own copies."""
     config: Any = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=True))
     memory = GroupMemory(engine_config(copy="engine"), config, ONE_GROUP, ALONE)
     geometry: Any = SimpleNamespace(cuts=[8])
@@ -244,7 +245,7 @@ def test_an_engine_that_sleeps_does_not_copy(remedy: str) -> None:
 
 
 def test_memory_of_another_device_is_refused_aloud(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU engine whose KV lies elsewhere."""
+    """A GPU engine with KV in other memory."""
     said: list[str] = []
     monkeypatch.setattr("pillion.memory.logger.error", lambda text, *parts: said.append(text % parts))
     monkeypatch.setattr(vllm_compat, "on_gpu", lambda: True)
@@ -257,7 +258,7 @@ def test_memory_of_another_device_is_refused_aloud(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_device_without_room_is_no_end_of_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM has given all of it to its KV cache; what the self-test wrote until then is cleared."""
+    """vLLM has given all memory to its KV cache; the bytes written by the self-test until then are cleared."""
     said: list[str] = []
     monkeypatch.setattr("pillion.memory.logger.error", lambda text, *parts: said.append(text % parts))
 

@@ -1,6 +1,6 @@
 """Many loads of several cache groups that fail, come late, or come for some groups only: no wrong token, no end of an engine.
 
-FAILED_LOADS=1000 has so many of them fail, in all tests of the module together.
+FAILED_LOADS=1000 makes so many loads fail, in all tests of the module together.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from stage import (
 from testkit import sidecar
 
 FAILED_LOADS = int(os.environ.get("FAILED_LOADS", "160"))
-# Releases and schedulers, and who copies.
+# Releases and schedulers, and the copying side.
 TESTS = 4 * 2
 # Three groups, with blocks for every prompt at once: all of a round's loads begin in its first step.
 SHAPE: dict[str, Any] = {"kind": "set", "window": 100, "blocks": 256}
@@ -44,8 +44,8 @@ HITS = sum(hit_tokens(len(prompt)) for prompt in PROMPTS)
 
 @pytest.mark.parametrize("copy", ["engine", "sidecar"])
 def test_every_load_that_fails_is_computed_again(stage: Stage, copy: str) -> None:
-    """Some or all of a round's loads fail, each in one group: it lacks its lease, or blocks from one on. In every other round
-    the sidecar sleeps beside that: what it copies comes late."""
+    """Some or all of a round's loads fail, each in one group: its lease ends, or its blocks from one on are missing. In every
+    other round the sidecar is also frozen for a while, so its copies come late."""
     chance = random.Random(f"{stage.release} {stage.async_scheduling} {copy}")
     right = right_answers(PROMPTS, OUTPUT_TOKENS)
     acts = [generate(PROMPTS, OUTPUT_TOKENS), SETTLE, SLOW_STEPS]
@@ -54,7 +54,7 @@ def test_every_load_that_fails_is_computed_again(stage: Stage, copy: str) -> Non
         while sum(failing) < FAILED_LOADS / TESTS:
             failing.append(chance.randint(1, len(PROMPTS)))
             sleeps: dict[str, list[Act]] = {"0:scheduled": [stop(keeper)], str(LATE_STEPS): [go_on(keeper)]}
-            # What the sidecar copies has no plan that could be wrong.
+            # Copies by the sidecar have no plan to spoil.
             plan = copy == "engine" and chance.random() < 0.5
             fault = spoil(failing[-1], chance.randrange(2)) if plan else lose_leases(failing[-1])
             acts += [RESET, fault, generate(PROMPTS, OUTPUT_TOKENS, at=sleeps if len(failing) % 2 else {}), SETTLE]

@@ -1,4 +1,4 @@
-"""The forms of docs/prefill-decode.md, through vLLM's own parsing, say what the page says of them."""
+"""The forms of docs/prefill-decode.md have the meaning of the page, through vLLM's own parsing."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ PAGE = Path(__file__).resolve().parents[2] / "docs/prefill-decode.md"
 
 
 def _asked(body: dict[str, Any]) -> tuple[bool, bool]:
-    """Whether the request is to be handed over, and whether it awaits that."""
+    """True if the request is to be handed over, and true if it awaits a hand-over."""
     kind = ChatCompletionRequest if "messages" in body else CompletionRequest
     sampling = kind(**body).to_sampling_params(body["max_tokens"], {})
-    # As vLLM's Request takes them.
+    # In the form of vLLM's Request.
     request: Any = SimpleNamespace(kv_transfer_params=(sampling.extra_args or {}).get("kv_transfer_params"))
     return handover.hands_over(request), handover.awaits(request)
 
 
 def test_each_form_is_understood() -> None:
-    """In the page's order: P's, D's with P's answer, D's where both are asked at once."""
+    """The page has three requests in this order: to P, to D with P's answer, and to D where both are asked at once."""
     forms = [json.loads(block) for block in re.findall(r"```json\n(.*?)```", PAGE.read_text(), re.DOTALL)]
     assert [_asked(form) for form in forms] == [(True, False), (False, True), (False, True)]
     answered: Any = SimpleNamespace(status=SimpleNamespace(name="FINISHED_LENGTH_CAPPED"))

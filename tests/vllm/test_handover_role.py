@@ -1,4 +1,4 @@
-"""What routers say of a request, as the policy is told it, and what they are told. Saves: connector-shim/tests/policy."""
+"""Parameters of routers on their way to the policy, and the answers to routers. Saves: connector-shim/tests/policy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def _followed(engine: Any, transfer: Any, **more: Any) -> Any:
-    """A request that has arrived, the tokens that it awaits, whether it is handed over, and of what a tail has its key."""
+    """A request that has arrived, its awaited tokens, whether it is handed over, and the tokens for its tail's key."""
     role, policy = engine
     request = played.request("one", TOKENS, kv_transfer_params=transfer, **more)
     role.announced(request)
@@ -30,7 +30,7 @@ def _followed(engine: Any, transfer: Any, **more: Any) -> Any:
 
 
 def test_a_prompt_for_another_engine_is_offered_with_what_was_found_in_the_step_that_may_be_its_last(engine: Any) -> None:
-    """And its end says so."""
+    """The answer at its end has the parameters for the decode engine."""
     role, policy = engine
     request, awaits, hands_over, tokens = _followed(engine, TO_DECODE)
     assert (awaits, hands_over, tokens) == (None, True, list(range(TOKENS)))
@@ -56,18 +56,20 @@ def test_a_prompt_for_another_engine_is_offered_with_what_was_found_in_the_step_
     ("saved", "awaited"), [(None, TOKENS), (TOKENS, TOKENS), (TOKENS + 1, TOKENS), (48, 48), ("all", TOKENS), (0, TOKENS)]
 )
 def test_who_goes_on_with_a_prompt_has_one_token_to_compute(engine: Any, saved: Any, awaited: int) -> None:
-    """All that another engine may save is waited for, unless that says less; whatever a client says of it."""
+    """The engine waits for all tokens that another engine may save, or for fewer if the parameters have a smaller number; other
+    numbers do not matter."""
     said = AWAITS if saved is None else AWAITS | {"pillion": {"tokens": saved}}
     assert _followed(engine, said)[1:] == (awaited, False, list(range(TOKENS)))
 
 
 def test_without_a_tail_a_hit_ends_on_a_block_s_boundary(engine: Any) -> None:
-    """Where a key depends on more than tokens, the policy is told none."""
+    """For a key of more than tokens, the policy gets no tokens."""
     assert _followed(engine, AWAITS, cache_salt="salt")[1:] == (TOKENS, False, None)
 
 
 def test_who_is_aborted_or_has_saved_nothing_sends_nobody_to_wait(engine: Any) -> None:
-    """Also before it was scheduled, and where no sidecar is there."""
+    """An aborted request has no answer, also before it was scheduled. Without saved blocks, as without a sidecar, the answer
+    asks for no wait."""
     role, policy = engine
     assert played.finish(role, played.request("never", kv_transfer_params=TO_DECODE), "FINISHED_ABORTED") is None
     aborted, alone = (played.request(name, TOKENS, kv_transfer_params=TO_DECODE) for name in ("aborted", "alone"))
@@ -82,7 +84,7 @@ def test_who_is_aborted_or_has_saved_nothing_sends_nobody_to_wait(engine: Any) -
 
 @pytest.mark.parametrize("transfer", [None, {}, {"do_remote_prefill": "yes", "do_remote_decode": 1}, "do_remote_prefill", [1]])
 def test_what_is_no_request_for_a_handover_is_none(engine: Any, transfer: Any) -> None:
-    """Whatever a client writes."""
+    """Other values of a client have no effect."""
     role, _ = engine
     request, awaits, hands_over, _ = _followed(engine, transfer)
     assert (awaits, hands_over) == (None, False)

@@ -1,4 +1,4 @@
-"""The native hasher gives vLLM's own hashes, and leaves to vLLM whatever it does not know."""
+"""The native hasher gives vLLM's own hashes, and leaves all unknown cases to vLLM."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ TOKENS = 40 * BLOCK_TOKENS + 5
 
 
 class Counted:
-    """vLLM's hasher, and how many blocks it was asked for."""
+    """vLLM's hasher, with a count of its hashed blocks."""
 
     def __init__(self, vllms: hasher.Hasher) -> None:
         self._vllms = vllms
         self.blocks = 0
 
     def __call__(self, request: Any) -> list[bytes]:
-        """As it."""
+        """Calls vLLM's hasher and counts."""
         hashes = self._vllms(request)
         self.blocks += len(hashes)
         return hashes
@@ -47,28 +47,28 @@ def made(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tup
 
     monkeypatch.setattr(core, "get_request_block_hasher", make)
     hasher.install(request.param, native=True)
-    # As vLLM 0.33 asks for one whose hashes cover a token behind their block.
+    # vLLM 0.33 calls it like that if hashes cover a token behind their block.
     assert core.get_request_block_hasher(BLOCK_TOKENS, function, 1) is counted.pop()
     hasher.install(request.param, native=True)
     native = core.get_request_block_hasher(BLOCK_TOKENS, function, 0)
-    # The next engine's is vLLM's again, unless it has a connector too.
+    # The next engine has vLLM's hasher again, unless it has a connector too.
     assert core.get_request_block_hasher is make
     return native, counted[0]
 
 
 def prompt(**more: Any) -> SimpleNamespace:
-    """A request of which nothing is hashed."""
+    """A request without hashes."""
     source = random.Random(1)
     return hash_cases.request([source.choice([source.randrange(150_000), source.randrange(24)]) for _ in range(TOKENS)], **more)
 
 
 def rightly(vllms: Counted, request: Any) -> list[bytes]:
-    """What vLLM makes of it."""
+    """vLLM's hashes of the request."""
     return vllms._vllms(request)
 
 
 def test_the_same_bytes(made: tuple[hasher.Hasher, Counted]) -> None:
-    """Of a new prompt and of one that has grown; vLLM is asked for the first, the last and one other block alone."""
+    """Hashes of a new prompt and of one that has grown; vLLM hashes the first, the last and one other block alone."""
     native, vllms = made
     request = prompt()
     right = rightly(vllms, request)
@@ -80,7 +80,7 @@ def test_the_same_bytes(made: tuple[hasher.Hasher, Counted]) -> None:
 
 
 def test_a_block_that_fills_while_decoding(made: tuple[hasher.Hasher, Counted]) -> None:
-    """It is vLLM's to hash."""
+    """vLLM hashes it."""
     native, vllms = made
     request = prompt()
     right = rightly(vllms, request)
@@ -90,7 +90,7 @@ def test_a_block_that_fills_while_decoding(made: tuple[hasher.Hasher, Counted]) 
 
 
 def test_what_else_a_hash_depends_on(made: tuple[hasher.Hasher, Counted]) -> None:
-    """Requests with extra keys are vLLM's."""
+    """vLLM hashes requests with extra keys."""
     native, vllms = made
     for name, more in hash_cases.extras(random.Random(2), TOKENS, single=True):
         request = prompt(**more)
@@ -103,7 +103,7 @@ def test_what_else_a_hash_depends_on(made: tuple[hasher.Hasher, Counted]) -> Non
 def test_wrong_hashes_are_noticed(
     made: tuple[hasher.Hasher, Counted], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, wrong: int
 ) -> None:
-    """Then vLLM hashes alone, and the log says so once."""
+    """From then on vLLM hashes alone, and the log says so once."""
     native, vllms = made
     right = rightly(vllms, prompt())
 
@@ -129,7 +129,7 @@ def test_wrong_hashes_are_noticed(
 
 
 def test_a_wrong_hash_in_the_middle_is_noticed(made: tuple[hasher.Hasher, Counted], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hashes behind it are right upon it; each prompt's turn checks another block."""
+    """The later hashes are right for this wrong parent; each prompt checks another block."""
     native, vllms = made
     real, broken = _shim.Chain, 23
 
@@ -157,7 +157,7 @@ def test_a_wrong_hash_in_the_middle_is_noticed(made: tuple[hasher.Hasher, Counte
 
 
 def test_a_failure_is_vllms_turn(made: tuple[hasher.Hasher, Counted]) -> None:
-    """Tokens that no native code takes."""
+    """The native hasher cannot read these tokens."""
     native, vllms = made
     request = prompt()
     request.all_token_ids = list(map(str, request.all_token_ids))

@@ -1,4 +1,4 @@
-"""Keys as vLLM hashes them: the installed vLLM's own functions, and what other releases were captured to hash."""
+"""Keys equal vLLM's hashes: those of the installed vLLM's own functions, and captured ones of other releases."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _check_none_hash(none: dict[str, Any], rule: str) -> None:
 
 
 def _check(case: dict[str, Any], rule: str, form: str) -> None:
-    """At once, a token at a time, and, where the first hash is not random, from the seed."""
+    """Checks the hashes at once, a token at a time, and, unless the first hash is random, from the seed."""
     name = (case["algo"], case["name"], case["block_size"])
     tokens, extra_keys = _tokens(case), [block["extra_keys"] for block in case["blocks"]]
     expected = [bytes.fromhex(block["hash"]) for block in case["blocks"]]
@@ -64,7 +64,7 @@ def _hashes(case: dict[str, Any], found: list[bytes]) -> list[bytes]:
 
 @pytest.mark.parametrize("number", range(8))
 def test_installed_vllm(number: int) -> None:
-    """vLLM's hasher over generated requests; what it is given and what it makes is all that is compared."""
+    """vLLM's hasher over generated requests: only its input and its output are compared."""
     made = hash_cases.captured(number, 4)
     for none in made["none_hash"]:
         _check_none_hash(none, "0.29")
@@ -77,7 +77,7 @@ def test_installed_vllm(number: int) -> None:
     ("release", "rule", "form"), [("0.28", "0.28", "bare"), ("0.30", "0.29", "bare"), ("0.32", "0.29", "tagged")]
 )
 def test_captured_vllm(release: str, rule: str, form: str) -> None:
-    """What these releases hashed when they were captured (scripts/capture-vllm-hashes)."""
+    """Captured hashes of these releases (scripts/capture-vllm-hashes)."""
     golden = json.loads((GOLDEN / f"vllm-{release}.json").read_text())
     for none in golden["none_hash"]:
         _check_none_hash(none, rule)
@@ -110,7 +110,7 @@ def test_coarser_blocks_and_groups() -> None:
     ],
 )
 def test_wrong_arguments(arguments: dict[str, Any], reason: str) -> None:
-    """Each is refused by a text that names the remedy."""
+    """Each is refused by an error that names the remedy."""
     good: dict[str, Any] = {"algo": "sha256_cbor", "block_size": 2, "token_ids": [1, 2, 3], "seed": "0"}
     with pytest.raises(keys.ShimError, match=reason):
         keys.derive(**{**good, **arguments})

@@ -30,7 +30,7 @@ class Policy(played.Policy):
         return (0, [block for block in sorted(self.read) if block not in self.kept]) if hands_over else (None, [])
 
     def held(self, blocks: list[int]) -> None:
-        """The engine holds them."""
+        """Records the blocks that the engine holds."""
         self.kept += blocks
 
     def begin_step(self, *_: Any) -> tuple[list[int], list[int], bool]:
@@ -40,7 +40,7 @@ class Policy(played.Policy):
         return [], released, False
 
     def release_held(self) -> list[int]:
-        """All of them."""
+        """Releases all held blocks."""
         released, self.kept = self.kept, []
         return released
 
@@ -70,26 +70,26 @@ class Prefill:
         played.finish(self.role, request)
 
     def free_blocks(self) -> None:
-        """As vLLM does behind a finished or preempted request."""
+        """Frees the blocks, as vLLM does after a finished or preempted request."""
         self.pool.free_blocks(reversed(self.blocks))
 
     def end(self, transfer: Any) -> None:
-        """A request is computed and over, and its blocks belong to vLLM, but for the held ones."""
+        """Computes and ends a request; its blocks belong to vLLM, except the held ones."""
         self.finish(self.compute("one", transfer))
         self.free_blocks()
 
     def step(self) -> None:
-        """A step of nothing."""
+        """Plays an empty step."""
         played.step(self.role)
 
     def free(self) -> int:
-        """How many blocks of the pool nobody uses."""
+        """The number of unused blocks of the pool."""
         return int(self.pool.get_num_free_blocks())
 
 
 @pytest.fixture
 def prefill(monkeypatch: pytest.MonkeyPatch) -> Prefill:
-    """With a prefix cache."""
+    """An engine with a prefix cache."""
     return Prefill(monkeypatch)
 
 

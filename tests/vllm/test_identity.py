@@ -1,4 +1,4 @@
-"""Facts of what a model computes with: what changes KV changes them, what does not leaves them as they are."""
+"""Facts of a model's computation: settings with an effect on KV change them, all other settings do not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pillion import identity
 from pillion.models import Models
 from testkit import model
 
-# For each key that counts, another value than the tiny model's. Each must make another fact.
+# For each counting key, another value than in the tiny model. Each must make another fact.
 COUNTS: dict[str, Any] = {
     "model_type": "qwen2",
     "architectures": ["Qwen2ForCausalLM"],
@@ -41,7 +41,7 @@ COUNTS: dict[str, Any] = {
     "attn_logit_softcapping": 50.0,
     "query_pre_attn_scalar": 128,
     "quantization_config": {"quant_method": "fp8"},
-    # Also the name of ways to sample: a router's here.
+    # These are also names of sampling settings; here they belong to a router of experts.
     "top_k": 3,
     "temperature": 0.5,
     "max_length": 30,
@@ -52,7 +52,7 @@ class Configuration(dict[str, Any]):
     """A configuration of a model's own code."""
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it."""
+        """The configuration's values."""
         return dict(self)
 
 
@@ -63,7 +63,7 @@ def fact(**values: Any) -> str:
 
 @pytest.mark.parametrize("key", COUNTS)
 def test_a_key_that_counts_makes_another_fact(key: str) -> None:
-    """On top, and in the configuration of a part."""
+    """It counts at the top, and in the configuration of a part."""
     assert fact(**{key: COUNTS[key]}) != fact()
     parts = [{"text_config": model.config(model.TINY) | changed} for changed in ({}, {key: COUNTS[key]})]
     assert fact(**parts[0]) != fact(**parts[1])
@@ -71,7 +71,7 @@ def test_a_key_that_counts_makes_another_fact(key: str) -> None:
 
 @pytest.mark.parametrize("key", sorted(identity.IGNORED_KEYS))
 def test_an_ignored_key_makes_none(key: str) -> None:
-    """On top, and in the configuration of a part; in a quantisation it counts."""
+    """It is ignored at the top, and in the configuration of a part; in a quantisation it counts."""
     for value in (None, 1, "two", [3.0]):
         assert fact(**{key: value}) == fact()
         assert fact(text_config={key: value}) == fact(text_config={})
@@ -80,14 +80,14 @@ def test_an_ignored_key_makes_none(key: str) -> None:
 
 
 def test_every_reason_has_keys_of_its_own() -> None:
-    """No key is ignored twice, and none that must count."""
+    """No key is ignored twice, and no ignored key must count."""
     keys = [key for group in identity.IGNORED.values() for key in group.split()]
     assert len(keys) == len(set(keys)) == len(identity.IGNORED_KEYS)
     assert not identity.IGNORED_KEYS & set(COUNTS)
 
 
 def test_a_configuration_has_one_form() -> None:
-    """Whatever order it came in, and of whatever types it is."""
+    """The order and the types of its values do not matter."""
     assert identity.canonical(Configuration(b={2: (1,)}, a={"y", "x"}, c=torch.bfloat16)) == (
         '{"a":["x","y"],"b":{"2":[1]},"c":"torch.bfloat16"}'
     )
@@ -98,7 +98,7 @@ def test_a_configuration_has_one_form() -> None:
 
 
 def test_the_rope_parameters_can_be_read() -> None:
-    """A near miss shows them: short ones as they are."""
+    """`pillion doctor` shows them for a namespace that almost matches: short ones as they are."""
     long = {"rope_type": "longrope", "short_factor": [1.0] * 32}
     shown = fact(rope_parameters=long, text_config={"rope_theta": 5.0})
     assert "rope_theta=10000.0" in shown and "text_config.rope_theta=5.0" in shown
@@ -107,7 +107,7 @@ def test_the_rope_parameters_can_be_read() -> None:
 
 
 def test_settings_have_one_form() -> None:
-    """Those of vLLM's own types among them; what has none is refused."""
+    """vLLM's own types have one, too; a value without one is refused."""
 
     class Kind(enum.Enum):
         ONE = 1
@@ -143,13 +143,14 @@ def resolved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
 
 
 def test_what_vllm_resolved_is_what_counts(resolved: Callable[..., Any]) -> None:
-    """An edited file and an override that say the same are one fact; where it was read, and how it is served, are in none."""
+    """An edited file and an override with the same value make one fact; the model's path and the serving options are in
+    none."""
     usual = resolved()
     plain = identity.configuration(usual.hf_config)
     assert plain == identity.configuration(usual.hf_config), "read twice"
     assert plain == identity.configuration(resolved(max_model_len=512, seed=7, enforce_eager=True).hf_config)
     edited = identity.configuration(resolved(edited={"rope_theta": 5000.0}).hf_config)
-    # What transformers makes of the file names the value.
+    # The value has the name that transformers gives it.
     assert "rope_theta=5000.0" in edited and "rope_theta=10000.0" in plain
     override = {"rope_parameters": {"rope_theta": 5000.0, "rope_type": "default"}}
     assert identity.configuration(resolved(hf_overrides=override).hf_config) == edited
@@ -171,14 +172,14 @@ LONGROPE = {
 
 @pytest.fixture
 def rotating(resolved: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.nn.Module]:
-    """A model of two layers that share one rotary module, made by vLLM as for an engine of this max_model_len."""
+    """A model of two layers with one rotary module, made by vLLM as for an engine of this max_model_len."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers import rotary_embedding
 
     def rotating(
         parameters: dict[str, Any], max_position: int = 4096, max_model_len: int = 512, dtype: torch.dtype = torch.bfloat16
     ) -> torch.nn.Module:
-        # Its cache of modules does not know max_model_len, which one process has one of.
+        # vLLM's cache of modules ignores max_model_len, because a process has one.
         monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", {})
         with set_current_vllm_config(VllmConfig(model_config=resolved(model.TINY_PHI3, max_model_len=max_model_len))):
             made = [rotary_embedding.get_rope(64, max_position, True, parameters, dtype) for _ in range(2)]
@@ -189,12 +190,12 @@ def rotating(resolved: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> C
 
 
 def rotary(*models: torch.nn.Module) -> str:
-    """The fact."""
+    """The rotary fact of the models."""
     return identity.rotary(models, torch.bfloat16)
 
 
 def test_rotary_parameters_make_another_fact(rotating: Callable[..., torch.nn.Module]) -> None:
-    """Theta, YaRN and what it is made of, a part of the head; and equal ones the same."""
+    """Theta, YaRN and its parameters, and a partial head count; equal ones make the same fact."""
     kinds = [PLAIN, PLAIN | {"rope_theta": 10001.0}, PLAIN | {"partial_rotary_factor": 0.5}, YARN, LONGROPE]
     kinds += [YARN | changed for changed in ({"factor": 2.0}, {"beta_fast": 16}, {"original_max_position_embeddings": 2048})]
     kinds += [LONGROPE | changed for changed in ({"short_factor": [1.5] * 32}, {"long_factor": [2.0] * 32})]
@@ -206,7 +207,7 @@ def test_rotary_parameters_make_another_fact(rotating: Callable[..., torch.nn.Mo
 
 
 def test_max_model_len_counts_with_longrope_alone(rotating: Callable[..., torch.nn.Module]) -> None:
-    """vLLM chooses LongRoPE's factors by it, and nothing else by it."""
+    """vLLM chooses LongRoPE's factors by it, and nothing else."""
     for parameters in (PLAIN, YARN):
         assert rotary(rotating(parameters, max_model_len=512)) == rotary(rotating(parameters, max_model_len=2048))
     short, long = (rotary(rotating(LONGROPE, max_model_len=length)) for length in (512, 4096))
@@ -216,7 +217,7 @@ def test_max_model_len_counts_with_longrope_alone(rotating: Callable[..., torch.
 
 
 def test_a_longer_cache_of_plain_rope_is_the_same(rotating: Callable[..., torch.nn.Module]) -> None:
-    """From 4,096 rows on."""
+    """Caches of at least 4,096 rows are the same."""
     assert rotary(rotating(PLAIN, 4096)) == rotary(rotating(PLAIN, 8192)) != rotary(rotating(PLAIN, 2048))
 
 
@@ -231,7 +232,7 @@ def test_caches_are_read_in_the_type_that_a_forward_makes_them(rotating: Callabl
 
 
 def test_every_model_with_kv_is_read(rotating: Callable[..., torch.nn.Module]) -> None:
-    """The model and one that drafts, found by their layers; one without rotary modules has none."""
+    """The model and a draft model are found by their layers; a model without rotary modules has no such fact."""
     target, drafter = rotating(PLAIN), rotating(YARN)
     found = Models([target[0]["attn"], target[1]["attn"], drafter[0]["attn"]]).loaded
     assert [id(it) for it in found] == [id(target), id(drafter)]

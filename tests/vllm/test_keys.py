@@ -38,13 +38,13 @@ def hashed(made: Any, tokens: list[int], **more: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One seed; the hasher of an engine core is put back behind the test."""
+    """Sets one seed, and puts the engine core's hasher back after the test."""
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     monkeypatch.setattr(core, "get_request_block_hasher", core.get_request_block_hasher)
 
 
 def second(parent: bytes, tokens: list[int]) -> bytes:
-    """The digest as PROTOCOL.md has it."""
+    """The digest as defined in PROTOCOL.md."""
     words = b"".join(token.to_bytes(4, "little") for token in tokens)
     return hashlib.sha256(b"PKD1" + len(tokens).to_bytes(4, "little") + parent + words).digest()[:16]
 
@@ -104,7 +104,7 @@ def test_prompts_of_one_hash_have_keys_of_their_own() -> None:
 
 @pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor"])
 def test_a_sha256_hash_is_the_key(algorithm: str) -> None:
-    """Nothing is made beside it."""
+    """The hasher makes no second digest."""
     tokens = list(range(10 * BLOCK_TOKENS))
     request = hashed(engine_hasher(algorithm, BLOCK_TOKENS), tokens)
     assert not hasattr(request, hasher.KEYS)

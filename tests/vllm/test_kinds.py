@@ -1,6 +1,7 @@
 """Kinds of KV caches beside full attention, under vLLM's own schedulers: MLA's latents, an indexer's keys, and windows.
 
-vLLM's CPU build runs no model of the first two with prefix caching. What they keep is as vLLM describes it, and scripted.
+vLLM's CPU build runs no model of the first two with prefix caching. Here vLLM describes their caches, and a scripted worker
+fills them.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ HITS = sum(hit_tokens(len(prompt)) for prompt in PROMPTS)
 @EACH
 @pytest.mark.supports("windows", "all-windows", "latents")
 def test_a_kept_prefix_is_found_and_every_byte_is_right(stage: Stage, kind: dict[str, Any]) -> None:
-    """With both ways to load; and bytes that are wrong in the pool are noticed."""
+    """Both ways to load find it; damaged bytes in the pool are noticed."""
     right = right_answers(PROMPTS, 40)
     with sidecar.serving(stage.directory) as keeper:
         damage: Act = {"do": "damage_pool", "with": {"path": str(keeper.pool)}}
@@ -45,7 +46,7 @@ def test_a_kept_prefix_is_found_and_every_byte_is_right(stage: Stage, kind: dict
 
 @EACH
 def test_a_failed_load_is_computed_again(stage: Stage, kind: dict[str, Any]) -> None:
-    """From the first block on that did not come; with windows, whose earlier blocks are gone, from the beginning."""
+    """It is computed from the first missing block on; with windows, whose earlier blocks are gone, from the beginning."""
     right = right_answers(PROMPTS, 8)
     with sidecar.serving(stage.directory) as keeper:
         acts = [generate(PROMPTS, 8), SETTLE, RESET, spoil(2), generate(PROMPTS, 8), RESET, generate(PROMPTS, 8)]

@@ -1,4 +1,4 @@
-"""Every knob of the table, with real engines that state themselves: the facts that tell its KV apart, no more and no less."""
+"""Every knob of the table, with real engines that record their facts: exactly the listed facts separate its KV."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from testkit import knobs
 from testkit.knobs import BASES, COUNTS, KNOBS, Knob, Models
 from testkit.stated import stated
 
-# Engines of one process that has imported vLLM.
+# Engines of one process with an imported vLLM.
 pytestmark = pytest.mark.xdist_group("knobs")
 
 Stated = dict[str, str] | str
@@ -25,20 +25,20 @@ Stated = dict[str, str] | str
 EVERY = os.environ.get("EVERY_KNOB") == "1"
 PLAYED = [knob for knob in KNOBS if EVERY or not knob.multiprocess]
 
-# Facts that no knob of this machine changes, with the reason.
+# Facts that no knob on this machine changes, with the reason.
 CONSTANT = {
     "attention_backend": "vLLM's CPU build has one",
     "extra_keys": "vLLM's release decides",
     "kv_quant": "vLLM's CPU build has FP8 KV with AVX-512 alone",
 }
-# Facts without which two engines of the table would share KV that is not the same. The others never differ alone.
+# Each of these alone separates two engines of the table with different KV. The other facts never differ alone.
 NEEDED = {"config", "rotary", "weights", "weights_live", "none_hash", "salt", "kv_dtype", "quantization"}
 NEEDED |= {"drafter", "numerics", "multimodal", "additional"}
 
 
 @pytest.fixture(scope="module")
 def stated_by(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Knob], Stated]:
-    """What the engine with a knob states, asked once."""
+    """The facts of the engine with a knob; each engine is started once."""
     directory = tmp_path_factory.mktemp("knobs")
     models, known = Models(directory), dict[str, Stated]()
 
@@ -51,19 +51,19 @@ def stated_by(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Knob], Stat
 
 
 def facts(said: Stated) -> dict[str, str]:
-    """The facts of an engine that Pillion serves."""
+    """The facts of an engine; Pillion must serve it."""
     assert isinstance(said, dict), f"PILLION STAYS OUT: {said}"
     return said
 
 
 def differing(one: dict[str, str], other: dict[str, str]) -> set[str]:
-    """The names of the facts that keep the two apart."""
+    """The names of the facts that separate the two."""
     return {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
 
 
 @pytest.mark.parametrize("knob", PLAYED, ids=lambda knob: knob.name)
 def test_a_knob_is_told_apart_by_its_facts(knob: Knob, stated_by: Callable[[Knob], Stated]) -> None:
-    """A harmless one by none."""
+    """A harmless knob changes no fact."""
     said = stated_by(knob)
     if knob.refused:
         assert isinstance(said, str) and knob.refused in said
@@ -75,13 +75,13 @@ def test_a_knob_is_told_apart_by_its_facts(knob: Knob, stated_by: Callable[[Knob
 
 @pytest.mark.parametrize("knob", BASES.values(), ids=lambda knob: knob.name)
 def test_a_second_start_states_the_same(knob: Knob, tmp_path: Path, stated_by: Callable[[Knob], Stated]) -> None:
-    """Wherever its model lies. Else nothing would ever be shared."""
+    """The model's path does not matter. Otherwise engines would never share blocks."""
     again = facts(stated(Models(tmp_path).options(knob), tmp_path / "again.log", {}))
     assert facts(stated_by(knob)) == again
 
 
 def test_every_fact_is_needed(stated_by: Callable[[Knob], Stated]) -> None:
-    """Without any one of them a knob of the table would not be told apart as it must be, or not at all."""
+    """Without any one of them a knob of the table would change other facts than listed, or none."""
     base = facts(stated_by(BASES["usual"]))
     changed = {name for knob in COUNTS for name in knob.facts}
     assert base.keys() - changed == CONSTANT.keys()
@@ -91,7 +91,7 @@ def test_every_fact_is_needed(stated_by: Callable[[Knob], Stated]) -> None:
 TOKENS = list(range(3, 99))
 LORA = {"lora_name": "adapter", "lora_path": "/adapters/a"}
 IMAGE = ("identifier", 5, 40)
-# Of a request, with the same tokens.
+# The changed parts of a request with the same tokens.
 REQUESTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "salt": {"salt": "tenant"},
@@ -108,7 +108,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
 
 
 def test_a_request_is_told_apart_by_its_hashes() -> None:
-    """What changes the KV of one request and not of others: no two share their first block."""
+    """Each has an effect on the KV of one request alone: no two share their first block."""
     hash_cases.none_hash("xxhash_cbor", "0")
     asked = {name: hash_cases.request(TOKENS, **more) for name, more in REQUESTS.items()}
     asked["tokens"] = hash_cases.request([7, *TOKENS[1:]])

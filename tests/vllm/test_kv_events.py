@@ -27,7 +27,7 @@ class Policy:
         self.changes: list[tuple[bool, list[bytes], bool, int, int]] = []
 
     def take_events(self, group: int) -> Any:
-        """Hands them over once."""
+        """Returns the changes once."""
         assert group == 0
         taken, self.changes = self.changes, []
         return taken
@@ -44,7 +44,7 @@ def keys(*numbers: int) -> list[bytes]:
 
 
 def external(number: int) -> int:
-    """As events name it."""
+    """The hash's name in events."""
     return int.from_bytes(key(number), "big") & (1 << 64) - 1
 
 
@@ -81,7 +81,7 @@ def told() -> Told:
 
 
 def test_blocks_of_a_request_are_told_of_together(told: Told) -> None:
-    """With tokens and parent; others by their place alone; removed blocks in their turn."""
+    """They have tokens and parent; others have their place alone; removed blocks come in their turn."""
     told.requests[ONE] = request(range(1, 6))
     run, unknown, disk, removed = told.take(
         (False, keys(2, 3, 4), True, ONE, 1),
@@ -99,7 +99,7 @@ def test_blocks_of_a_request_are_told_of_together(told: Told) -> None:
 
 
 def test_states_are_told_of_by_their_kind(told: Told) -> None:
-    """With the tokens of their block."""
+    """They have the tokens of their block."""
     state = MambaSpec(block_size=TOKENS, shapes=((2, 64),), dtypes=(torch.bfloat16,), mamba_cache_mode="align")
     told.events = events.Events(Group(1, (TOKENS, TOKENS)), kv_cache_config(state))
     told.requests[ONE] = request(range(1, 6))
@@ -110,7 +110,7 @@ def test_states_are_told_of_by_their_kind(told: Told) -> None:
 
 
 def test_windows_are_told_of_by_their_kind(told: Told) -> None:
-    """With how far back they read."""
+    """They have the length of their window."""
     told.events = events.Events(Group(0, (TOKENS, TOKENS)), kv_cache_config(spec("SlidingWindowSpec", sliding_window=64)))
     told.requests[ONE] = request(range(1, 3))
     (stored,) = told.take((False, keys(2), True, ONE, 1))
@@ -118,7 +118,7 @@ def test_windows_are_told_of_by_their_kind(told: Told) -> None:
 
 
 def test_blocks_of_an_adapter_are_told_of_by_vllms_hash(told: Told) -> None:
-    """With the adapter's name, as vLLM tells of its own."""
+    """They have the adapter's name, as in vLLM's own events."""
     lora = SimpleNamespace(adapter_id=3, name="l", lora_name="l", lora_path="/l")
     told.requests[ONE] = request(range(1, 3), lora)
     (stored,) = told.take((False, keys(1, 2), True, ONE, 0))

@@ -1,4 +1,4 @@
-"""KV tensors as vLLM itself allocates and views them for GPU backends, and which layout Pillion asks for."""
+"""KV tensors with vLLM's own allocation and views for GPU backends, and the layout that Pillion asks for."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LAYOUTS = ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
 
 
 def allocate(layout_name: str, block_tokens: int = 16, kernel_tokens: int = 16) -> tuple[Any, dict[str, torch.Tensor]]:
-    """The KV cache configuration that vLLM makes, and the tensors that it hands to connectors, every byte another one."""
+    """vLLM's KV cache configuration, and its tensors for connectors, with distinct bytes."""
     from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
     from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -41,14 +41,14 @@ def allocate(layout_name: str, block_tokens: int = 16, kernel_tokens: int = 16) 
 
 
 def gathered(geometry: Geometry, block: int) -> bytes:
-    """What a copy of the block by its regions gives."""
+    """The bytes of a copy of the block by its regions."""
     raw = [bytes(storage.tolist()) for storage in geometry.storages]
     return b"".join(raw[s][offset + block * stride :][:length] for s, offset, stride, length in geometry.regions)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_blocks_are_gathered_and_cut_exactly(layout: str) -> None:
-    """Layer after layer, whatever lies where: a cut of a block holds its layers' pages and nothing else."""
+    """Layer after layer, in each order of memory: a cut of a block has its layers' pages and nothing else."""
     config, tensors = allocate(layout)
     layers = vllm_compat.layers(config, tensors)
     assert [name for name, _ in layers] == LAYER_NAMES
@@ -69,7 +69,7 @@ def test_blocks_are_gathered_and_cut_exactly(layout: str) -> None:
 @pytest.mark.parametrize("tokens", [(16, 16), (128, 64)], ids=["blocks", "kernel-blocks"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_self_test_sees_a_wrong_region_and_leaves_nothing_behind(layout: str, tokens: tuple[int, int]) -> None:
-    """The right geometry passes; one whose region is a byte off, or whose layers are swapped, is refused."""
+    """The right geometry passes; one with a region a byte off, or with swapped layers, is refused."""
     if tokens[0] != tokens[1] and layout != "LBNHC":
         return
     config, tensors = allocate(layout, *tokens)
@@ -90,7 +90,7 @@ def test_the_self_test_sees_a_wrong_region_and_leaves_nothing_behind(layout: str
 
 
 def test_runs_of_a_block() -> None:
-    """The layout that Pillion asks for makes a block one run."""
+    """A block is one run in the layout that Pillion asks for."""
     runs = {layout: len(describe(vllm_compat.layers(*allocate(layout)), BLOCKS).regions) for layout in LAYOUTS}
     assert vllm_compat.BLOCK_LAYOUT == "BLNHC"
     assert runs["BLNHC"] == runs["BLHNC"] == 1
@@ -115,7 +115,7 @@ def test_a_layer_that_reads_another_ones_kv_has_none_of_its_own() -> None:
     assert [name for name, _ in vllm_compat.layers(config, tensors)] == LAYER_NAMES
 
 
-# --- the layout that is asked for ---
+# --- the chosen layout ---
 
 
 def wish(
@@ -126,7 +126,7 @@ def wish(
     on_gpu: bool = True,
     **model: bool,
 ) -> str | None:
-    """What Pillion asks for."""
+    """The layout that Pillion asks for."""
     monkeypatch.setattr(vllm_compat, "on_gpu", lambda: on_gpu)
     named = layouts and [SimpleNamespace(name=layout) for layout in layouts]
     implementation = SimpleNamespace(supported_kv_cache_layouts=lambda: named)
@@ -141,7 +141,7 @@ def wish(
 
 @pytest.mark.parametrize(("layout", "asked"), [("none", None), ("BHLNC", "BHLNC")])
 def test_a_named_layout_is_asked_for(layout: str, asked: str | None) -> None:
-    """Engines of every kind take it."""
+    """Engines of every kind accept it."""
     config: Any = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config={"pillion.layout": layout}))
     assert PillionConnector.get_required_kvcache_layout(config) == asked
 
@@ -153,7 +153,7 @@ def test_a_cpu_engine_is_asked_for_nothing(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_backends_known_to_take_it_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A backend that does not say takes any; one that says must list it; one that was not measured is left alone."""
+    """A backend without a list takes any layout; a list must have it; Pillion leaves unmeasured backends alone."""
     assert wish(monkeypatch) == "BLNHC"
     assert wish(monkeypatch, "FLASH_ATTN") == "BLNHC"
     assert wish(monkeypatch, "TRITON_ATTN", ("LBNHC", "BLNHC")) == "BLNHC"
@@ -162,7 +162,7 @@ def test_backends_known_to_take_it_are_asked(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_models_and_blocks_that_it_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MLA has other backends; large blocks may be split into kernel blocks, which needs them dense."""
+    """MLA has other backends; large blocks may be split into kernel blocks, which must be dense."""
     assert wish(monkeypatch, use_mla=True) is None
     assert wish(monkeypatch, is_hybrid=True) is None
     assert wish(monkeypatch, tokens=64) == "BLNHC"
@@ -170,7 +170,7 @@ def test_models_and_blocks_that_it_does_not_fit(monkeypatch: pytest.MonkeyPatch)
     assert wish(monkeypatch, tokens=None) == "BLNHC"
 
 
-# --- forwards whose layers call the hooks ---
+# --- forwards with calls of the hooks ---
 
 
 def test_kinds_of_forwards() -> None:

@@ -1,4 +1,4 @@
-"""What a rank says of its weights while it runs: the same as long as they are, and never equal where they are not."""
+"""The digest of a rank's weights while it runs: equal for the same weights, and never equal for different ones."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ FACTS = {"config": "one", "rotary": "two"}
 
 
 def model(seed: int) -> torch.nn.Module:
-    """A model whose weights the seed decides, and a part of it without any."""
+    """A model with weights drawn from the seed, and a part without weights."""
     torch.manual_seed(seed)
     return torch.nn.Sequential(torch.nn.Linear(40, 50), torch.nn.Identity())
 
 
 def experts(seed: int) -> torch.nn.ModuleDict:
-    """Experts beside shared weights, which are the same with every seed."""
+    """Experts beside shared weights; the shared ones are the same with every seed."""
     torch.manual_seed(seed)
     shared = torch.nn.Linear(4, 4)
     with torch.no_grad():
@@ -37,7 +37,7 @@ def experts(seed: int) -> torch.nn.ModuleDict:
 
 
 class Emptied(torch.nn.Module):
-    """A layer whose kernel keeps its weights where nobody can read them."""
+    """A layer with weights that only its kernel can read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,18 +45,18 @@ class Emptied(torch.nn.Module):
 
 
 def change(module: torch.nn.Module) -> None:
-    """The weights of a linear layer, by very little."""
+    """Changes the weights of a linear layer by very little."""
     with torch.no_grad():
         module.weight.view(torch.int32).add_(1)
 
 
 def live(*models: torch.nn.Module, facts: dict[str, str] | None = None, **more: Any) -> Live:
-    """Of whole models, and facts that the test may change."""
+    """The live digest of whole models; the test may change the facts."""
     return Live(Sampler(Models(models), more.pop("experts_apart", False)), lambda: facts or FACTS, **more)
 
 
 def test_the_digest_changes_with_the_weights_and_back_with_them() -> None:
-    """So that an engine finds its blocks again."""
+    """With the old weights again, an engine finds its blocks again."""
     one = model(1)
     rank = live(one)
     first = rank.begin(FACTS)
@@ -73,7 +73,7 @@ def test_the_digest_changes_with_the_weights_and_back_with_them() -> None:
 
 
 def test_a_fact_that_changes_counts_from_then_on() -> None:
-    """And no longer once it is back."""
+    """It counts no longer once it is back."""
     facts = dict(FACTS)
     rank = live(model_ := model(1), facts=facts)
     first = rank.begin(facts)
@@ -87,7 +87,7 @@ def test_a_fact_that_changes_counts_from_then_on() -> None:
 
 
 def test_experts_that_are_kept_apart_count_once_they_change() -> None:
-    """Engines that hold others at their starts are equal; those that move are never known to be the same again."""
+    """Engines with different experts at their starts are equal; moved experts are never known to be equal again."""
     one, other = experts(1), experts(2)
     ranks = [live(it, experts_apart=True) for it in (one, other)]
     assert ranks[0].begin(FACTS) == ranks[1].begin(FACTS) == ranks[0].again()
@@ -102,7 +102,7 @@ def test_experts_that_are_kept_apart_count_once_they_change() -> None:
 
 
 def test_weights_that_cannot_be_read_are_equal_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the start the files stand for them; afterwards nothing does."""
+    """At the start the files stand for them; afterwards each digest is new."""
     said: list[str] = []
     monkeypatch.setattr("pillion.live.logger.warning", lambda text, *parts: said.append(text % parts))
     rank = live(one := torch.nn.ModuleDict({"q_proj": Emptied()}))
@@ -115,7 +115,7 @@ def test_weights_that_cannot_be_read_are_equal_to_nothing(monkeypatch: pytest.Mo
 
 
 def test_a_model_that_goes_away_is_equal_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next look at it finds so too, once."""
+    """The next look notices that, too, once."""
     said: list[str] = []
     monkeypatch.setattr("pillion.live.logger.warning", lambda text, *parts: said.append(text % parts))
     one = model(1)
@@ -133,7 +133,7 @@ def test_a_model_that_goes_away_is_equal_to_nothing(monkeypatch: pytest.MonkeyPa
 
 
 class Session:
-    """Writes down what the rank says of its weights, and is bound to a namespace of the test's choice."""
+    """Records the rank's digests of its weights, and is bound to a namespace of the test's choice."""
 
     def __init__(self) -> None:
         self.said: list[tuple[int, bytes | None]] = []
@@ -141,20 +141,20 @@ class Session:
         self.namespace_line = "namespace 00 config=one"
 
     def set_weights(self, count: int, digest: bytes | None) -> None:
-        """What the rank holds now."""
+        """Records the present weights of the rank."""
         self.said.append((count, digest))
 
     def join(self, run: bytes) -> None:
-        """Not looked at."""
+        """Ignored."""
 
     def start(self, step: int, stream: int) -> None:
-        """Not looked at."""
+        """Ignored."""
 
     def done(self, step: int, wake: bool, stream: int) -> None:
-        """Not looked at."""
+        """Ignored."""
 
     def take_notices(self) -> list[str]:
-        """None."""
+        """No notices."""
         return []
 
 
@@ -181,7 +181,7 @@ class Rank:
         self.first = self.memory._live.begin(FACTS)
 
     def step(self, weights: int | None = None, seconds: float = 0.01) -> None:
-        """A step that takes this long; the scheduler counts this many changes of the weights."""
+        """Plays a step of this length; `weights` is the scheduler's count of changes of the weights."""
         self.steps += 1
         metadata: Any = PillionMetadata(run=b"", step=self.steps)
         if weights is not None:
@@ -192,7 +192,7 @@ class Rank:
 
 
 def test_weights_are_sampled_when_the_scheduler_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once for each count, whether they have changed or not."""
+    """Once for each count, changed or not."""
     rank = Rank(monkeypatch)
     rank.step()
     rank.step(0)
@@ -209,7 +209,7 @@ def test_weights_are_sampled_when_the_scheduler_says_so(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(("device", "pause"), [("cuda", module.LOOK_AFTER_S_GPU), (None, module.LOOK_AFTER_S_CPU)])
 def test_a_pause_is_followed_by_a_look(monkeypatch: pytest.MonkeyPatch, device: str | None, pause: float) -> None:
-    """Before the first step behind it loads anything; steps in a row, however long, are not."""
+    """It comes before the first step after the pause loads anything; consecutive steps, however long, are no pause."""
     rank = Rank(monkeypatch)
     monkeypatch.setattr(rank.memory, "stream", lambda: 0)
     rank.memory.device = torch.device(device) if device else None
@@ -242,7 +242,7 @@ def test_a_pause_is_followed_by_a_look(monkeypatch: pytest.MonkeyPatch, device: 
 
 
 def test_the_namespace_is_named_once_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And again when it is another one."""
+    """The log names it again when it changes."""
     rank = Rank(monkeypatch)
     rank.step()
     assert not rank.log
@@ -259,7 +259,7 @@ def test_the_namespace_is_named_once_it_is_known(monkeypatch: pytest.MonkeyPatch
 
 
 def test_metadata_of_the_connector_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of a scheduler role that counts no changes."""
+    """Metadata of a scheduler role without a count of changes fits, too."""
     rank = Rank(monkeypatch)
     rank.worker.begin_step(PillionMetadata(b"", 1))
     assert rank.session.said == []

@@ -49,12 +49,12 @@ def played(imports: str, more: str) -> dict[str, Any]:
 
 
 def test_vllm_knows_the_connector_by_its_name() -> None:
-    """Without a module's path."""
+    """The configuration has no module path."""
     assert played("", "{}") == {"class": "pillion.connector"}
 
 
 def test_dynamo_accepts_the_connector() -> None:
-    """With the params of `pillion.handover`."""
+    """Its params are those of `pillion.handover`."""
     assert (DYNAMO / "dynamo/vllm").is_dir(), f"{DYNAMO} is missing: run scripts/setup tests"
     imports = "import dynamo.vllm\nfrom dynamo.vllm.kv_connector_protocols import make_kv_connector_protocol"
     found = played(imports, PROTOCOLS)

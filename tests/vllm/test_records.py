@@ -1,6 +1,6 @@
-"""Records of requests: a receiver gets each that was slow, and its parts are what the request has waited.
+"""Records of requests: a receiver gets each slow one, and its parts sum up to the request's wait.
 
-Whatever a receiver does, requests go on.
+No behaviour of a receiver stops requests.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 @pytest.mark.parametrize("stage", ["scheduler"], indirect=True)
 @pytest.mark.parametrize("load", ["sync", "async"])
 def test_a_receiver_gets_what_slow_requests_waited_for(stage: Stage, load: str) -> None:
-    """A load in slow steps, a prompt that nobody computes, and a client that does not wait for it; not the quick one before."""
+    """A load in slow steps, a prompt without a producer, and its aborted copy have records; the quick request before them has
+    none."""
     waits: dict[str, list[list[float]]]
     acts = [generate([KEPT], 1), wait_saved(block_count([KEPT], 1)), RESET, {"do": "slow_steps", "with": {"seconds": STEP_S}}]
     acts += [generate([KEPT], 1), generate([AWAITED], 1, transfer=TO_ANSWER)]
     acts += [generate([prompt_of(290, 3)], 1, transfer=TO_ANSWER, at={"1": abort(0)}), {"do": "waits"}]
-    # What is awaited may come from a peer; without one, and without another engine, nobody would wait.
+    # Awaited blocks may come from a peer; without a peer or another engine, no request would wait.
     here, there = peers()
     (stage.directory / "there").mkdir()
     with (
@@ -67,14 +68,14 @@ class Played:
         self.ends: Counter[str] = Counter()
 
     def play(self, count: int, headers: dict[str, str] | None = None) -> None:
-        """So many requests."""
+        """Records `count` requests."""
         for number in range(count):
             self.records.keep(
                 f"request-{number}", headers, (number, (40, 8, 24), [16, 0, 8], "async", False, [0.1, 0.0, 0.2, 0.0, 0.3])
             )
 
     def wait_ends(self, **ends: int) -> None:
-        """Until so many have ended, each so."""
+        """Waits until so many have ended, by the kinds of ends."""
 
         def ended() -> bool:
             self.ends.update(self.records.take_ends())
@@ -84,7 +85,7 @@ class Played:
 
 
 def test_a_kept_record_is_a_line_of_the_log_and_a_span(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the client's trace, where vLLM hands that on."""
+    """It belongs to the client's trace, if vLLM passes the trace on."""
     lines: list[str] = []
     monkeypatch.setattr("pillion.records.logger.info", lambda text, *parts: lines.append(text % parts))
     with collector.collecting() as receiver:
@@ -111,11 +112,11 @@ def test_records_that_are_not_taken_are_counted(receiver: str) -> None:
 
 
 def test_requests_do_not_wait_for_a_receiver() -> None:
-    """It answers once they have all gone on: what does not fit into the queue is dropped."""
+    """It answers after all requests have gone on: records beyond the queue's length are dropped."""
     with collector.collecting(silent=True) as receiver:
         played = Played(receiver.url)
         played.play(1)
-        # The thread holds the first.
+        # The exporter's thread has the first record.
         wait_for(lambda: played.records._kept.empty(), "a record on its way")
         played.play(QUEUE_MAX + 5)
         assert not receiver.answers.is_set() and not receiver.spans

@@ -1,4 +1,4 @@
-"""Which engines are served, and why others are not: from vLLM's own descriptions of their KV caches."""
+"""Served engines, and the refusals of others: from vLLM's own descriptions of their KV caches."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ refuses = pytest.mark.refuses
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(setting: str, value: Any, remedy: str) -> None:
-    """Before anything is shared."""
+    """The refusal comes before anything is shared."""
     config: Any = SimpleNamespace(
         parallel_config=SimpleNamespace(),
         cache_config=SimpleNamespace(enable_prefix_caching=True, calculate_kv_scales=False),
@@ -82,7 +82,7 @@ def test_what_cannot_be_served_is_refused_by_name(setting: str, value: Any, reme
 
 
 def fits_metrics(reason: str) -> bool:
-    """Whether vLLM's metrics show all of it."""
+    """True if vLLM's metrics show all of the reason."""
     return len(f"rank 1023: {reason}") <= REASON_MAX
 
 
@@ -114,7 +114,7 @@ def test_promoted_windows_are_served(name: str, more: dict[str, Any]) -> None:
 
 @pytest.mark.supports("all-windows")
 def test_windows_in_all_layers_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a load that fails can be told to have failed as a whole; beside speculation too."""
+    """They are if a failed load can be reported as a whole; beside speculation too."""
     groups = kv_cache_config(spec("SlidingWindowSpec", **WINDOW))
     assert vllm_compat.unsupported(PLAIN, groups) is None
     assert vllm_compat.window(groups) == 512
@@ -128,7 +128,7 @@ def test_windows_in_all_layers_are_served(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.supports("latents")
 def test_latents_and_an_indexers_keys_in_one_group_are_served() -> None:
-    """As DeepSeek V3.2 has them. So are latents alone."""
+    """As in DeepSeek V3.2. Latents alone are served, too."""
     latent, keys = spec("MLAAttentionSpec", num_kv_heads=1), spec("MLAAttentionSpec", num_kv_heads=1, dtype=torch.uint8)
     for specs in (latent, dict(zip(LAYERS, [latent, keys], strict=True))):
         assert vllm_compat.unsupported(PLAIN, kv_cache_config(specs)) is None
@@ -152,7 +152,7 @@ def full_and_window() -> Any:
 
 @pytest.mark.supports("windows")
 def test_several_groups_are_served_where_a_set_can_fail_as_a_whole() -> None:
-    """And be told to have failed; where every block has a hash of its own."""
+    """The failure must also be reported, and every block must have a hash of its own."""
     both = full_and_window()
     group, window = both.kv_cache_groups[0], both.kv_cache_groups[1].kv_cache_spec
     engine: Any = SimpleNamespace(**vars(PLAIN), kv_transfer_config=RECOMPUTE)
@@ -167,7 +167,7 @@ def test_several_groups_are_served_where_a_set_can_fail_as_a_whole() -> None:
 
 @refuses("set-fails", "set kv_load_failure_policy to recompute")
 def test_several_groups_are_refused_where_a_failed_load_ends_its_request(remedy: str) -> None:
-    """A load that one group lacks has failed as a whole."""
+    """A load without one group's blocks has failed as a whole."""
     engine: Any = SimpleNamespace(**vars(PLAIN), kv_transfer_config=SimpleNamespace(kv_load_failure_policy="fail"))
     reason = vllm_compat.unsupported(engine, full_and_window()) or ""
     assert remedy in reason and fits_metrics(reason)
@@ -218,7 +218,7 @@ SCRATCH = spec("CircularBufferSpec", block_size=8)
     ],
 )
 def test_several_groups_are_refused_beside_drafters(group: Any, drafts: Any, remedy: str) -> None:
-    """With KV of their own beside states, and a draft model beside windows."""
+    """Those with KV of their own are refused beside states, and a draft model beside windows."""
     both = full_and_window()
     both.kv_cache_groups = [dataclasses.replace(both.kv_cache_groups[0], kv_cache_spec=it) for it in (full_attention(), group)]
     engine: Any = SimpleNamespace(**vars(PLAIN), kv_transfer_config=RECOMPUTE, speculative_config=drafts)
@@ -228,7 +228,7 @@ def test_several_groups_are_refused_beside_drafters(group: Any, drafts: Any, rem
 
 @refuses("state-triton", "without Triton")
 def test_states_are_refused_where_triton_moves_them_on_a_cpu(remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They have taken the addresses of states before Pillion puts its own memory in place."""
+    """vLLM has taken the addresses of states before Pillion puts its own memory in place."""
     monkeypatch.setattr(vllm_compat, "HAS_TRITON", True)
     both = full_and_window()
     both.kv_cache_groups = [dataclasses.replace(both.kv_cache_groups[0], kv_cache_spec=it) for it in (full_attention(), STATE)]
@@ -241,7 +241,7 @@ def test_states_are_refused_where_triton_moves_them_on_a_cpu(remedy: str, monkey
 
 @pytest.mark.supports("states")
 def test_states_are_served_beside_full_attention() -> None:
-    """And beside windows, and scratch groups without a session."""
+    """They are served beside windows, too, and beside scratch groups without a session."""
     both = full_and_window()
     for specs in ([full_attention(), STATE], [SCRATCH, STATE, spec("SlidingWindowSpec", **WINDOW), full_attention()]):
         both.kv_cache_groups = [dataclasses.replace(both.kv_cache_groups[0], kv_cache_spec=spec) for spec in specs]
@@ -270,7 +270,7 @@ def test_states_are_served_beside_full_attention() -> None:
     ],
 )
 def test_kinds_of_groups_that_are_refused_together(specs: list[Any], remedy: str) -> None:
-    """With what to change."""
+    """The reason says what to change."""
     assert remedy in refused(specs)
 
 
@@ -297,12 +297,12 @@ def refused(specs: list[Any]) -> str:
     ],
 )
 def test_kinds_of_groups_that_are_refused(specs: list[Any], named: str, remedy: str) -> None:
-    """Each by name, with what to change."""
+    """The reason has the kind's name and says what to change."""
     assert named in (reason := refused(specs)) and remedy in reason
 
 
 def test_layers_that_read_less_far_are_told_apart() -> None:
-    """Which of them, and how far; without any it is one word."""
+    """The fact has these layers and their ranges; without any it is one word."""
     layers = {"full": SimpleNamespace(sliding_window=None), "window": SimpleNamespace(sliding_window=512)}
     layers["chunk"] = SimpleNamespace(sliding_window=None, attention_chunk_size=8192)
 
@@ -318,7 +318,7 @@ def test_layers_that_read_less_far_are_told_apart() -> None:
 
 
 def test_the_settings_that_are_refused_are_vllms_own() -> None:
-    """A name that vLLM does not have would refuse nothing."""
+    """An unknown name would refuse nothing."""
     from vllm.config import ParallelConfig
 
     parallel = ParallelConfig()
@@ -372,7 +372,7 @@ class Several(MultiConnector):
 
 @pytest.mark.supports("beside-others")
 def test_beside_another_connector_it_asks_for_the_layout_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And for no other: MultiConnector ends the start where two of its connectors name different ones."""
+    """It asks for no other: MultiConnector ends the start if two of its connectors name different ones."""
     from pillion.connector import PillionConnector
 
     def asked(kind: Any, **extra: str) -> Any:
@@ -387,8 +387,8 @@ def test_beside_another_connector_it_asks_for_the_layout_that_is_named(monkeypat
 
 @pytest.mark.supports("beside-others")
 def test_beside_another_connector_a_rank_says_nothing_that_is_taken_for_that_one_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MultiConnector hands the first word of a rank to all. It finds the class of a report by its name in the wheel's
-    plugin. vLLM reads the failure policy of the outer configuration."""
+    """MultiConnector hands the first report of a rank to all connectors. It finds the class of a report by its name in the
+    wheel's plugin. vLLM reads the failure policy of the outer configuration."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
     from pillion.connector import PillionConnector
@@ -436,14 +436,14 @@ def test_a_model_whose_hits_are_replayed_is_refused(remedy: str) -> None:
     ],
 )
 def test_a_release_that_is_not_tested_is_said(release: str, said: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once, by the scheduler role."""
+    """The scheduler role says it once."""
     monkeypatch.setattr("vllm.__version__", release)
     warning = vllm_compat.release_warning()
     assert warning is None if said is None else said in str(warning)
 
 
 def test_several_groups_are_refused_before_0_32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a remedy."""
+    """The reason has a remedy."""
     engine: Any = SimpleNamespace(**vars(PLAIN), kv_transfer_config=RECOMPUTE)
     monkeypatch.setattr("vllm.__version__", "0.31.0")
     reason = vllm_compat.unsupported(engine, full_and_window()) or ""

@@ -30,7 +30,7 @@ KINDS: dict[str, dict[str, Any]] = {"full": {"kind": "full"}, "set": {"kind": "s
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_hit_that_vllm_shortens_is_loaded(stage: Stage, kind: str) -> None:
-    """Up to where vLLM ends it."""
+    """It is loaded up to the end that vLLM sets."""
     asked, right = generate([PROMPT], 4), right_answers([PROMPT], 4)
     with sidecar.serving(stage.directory) as keeper:
         rounding = pillion(keeper.socket, "async") | {"kv_connector_module_path": "scripted.rounding_connector"}

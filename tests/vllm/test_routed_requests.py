@@ -1,4 +1,4 @@
-"""What `pillion route` makes of a request that vLLM takes, vLLM takes too: at both engines, whatever field the request has."""
+"""vLLM accepts each request from `pillion route` if it accepts the client's request: at both engines, with any field."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ VALUES: dict[str, Any] = {
     "length_penalty": 1.1,
     "logit_bias": {"5": 1},
     "logprob_token_ids": [5],
-    # Of a chat it is whether there are any.
+    # For a chat this is a boolean.
     "logprobs": 1,
     "max_completion_tokens": 9,
     "max_tokens": 9,
@@ -98,7 +98,7 @@ VALUES: dict[str, Any] = {
     "vllm_xargs": {"a": 1},
     "watermarking": False,
 }
-# Fields that vLLM takes only together with others.
+# Fields that vLLM accepts only together with others.
 WITH: dict[str, dict[str, Any]] = {
     "continue_final_message": {"add_generation_prompt": False},
     "logprob_token_ids": {"logprobs": 1},
@@ -110,7 +110,7 @@ WITH: dict[str, dict[str, Any]] = {
 
 
 class Engine(http.server.ThreadingHTTPServer):
-    """Keeps the paths and bodies that it is sent."""
+    """Records the paths and bodies of its requests."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -120,12 +120,12 @@ class Engine(http.server.ThreadingHTTPServer):
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Answers as an engine that has computed a prompt."""
+    """Answers as a prefill engine."""
 
     protocol_version = "HTTP/1.1"
 
     def do_POST(self) -> None:
-        """A prompt."""
+        """Answers one prompt."""
         body = self.rfile.read(int(self.headers["content-length"]))
         cast(Engine, self.server).asked.append((self.path, json.loads(body)))
         answer = json.dumps({"kv_transfer_params": {"do_remote_prefill": True}}).encode()
@@ -135,12 +135,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(answer)
 
     def log_message(self, *_: object) -> None:
-        """What is asked is no news."""
+        """Prints nothing."""
 
 
 @pytest.fixture(scope="module")
 def routed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Engine, str]]:
-    """The engine that computes, the one that answers, and the router in front of them."""
+    """The prefill engine, the decode engine, and the router in front of them."""
     computes, answers = Engine(), Engine()
     url = f"http://127.0.0.1:{free_port()}"
     arguments = ["route", "--prefill", computes.url, "--decode", answers.url, "--min-remote-tokens", "0"]
@@ -154,7 +154,7 @@ def routed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, E
 
 
 def _check(path: str, body: dict[str, Any]) -> None:
-    """As vLLM's server takes a request."""
+    """Checks a request as vLLM's server does."""
     request = KINDS[path](**body)
     made = request.to_beam_search_params if request.use_beam_search else request.to_sampling_params
     made(body.get("max_completion_tokens") or body.get("max_tokens") or 16, {})
@@ -162,7 +162,7 @@ def _check(path: str, body: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("path", KINDS)
 def test_each_field_may_be_there(routed: tuple[Engine, Engine, str], path: str) -> None:
-    """Alone, or with what it needs. A field that is not known here needs a value above."""
+    """Alone, or with its companions. A field missing here needs a value above."""
     computes, answers, url = routed
     for name in KINDS[path].model_fields:
         body = BASES[path] | {name: BASES[path].get(name) or VALUES[name]} | WITH.get(name, {})
@@ -172,6 +172,6 @@ def test_each_field_may_be_there(routed: tuple[Engine, Engine, str], path: str) 
         urllib.request.urlopen(request, timeout=60).close()
         sent = computes.asked[before[0] :], answers.asked[before[1] :]
         assert len(sent[1]) == 1, name
-        # The engine that computes may be asked after the other one has answered: a request of the path before.
+        # The prefill engine may be asked after the decode engine has answered: then this has a request of the previous path.
         for asked, made in sent[0] + sent[1]:
             _check(asked, made)

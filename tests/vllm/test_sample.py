@@ -1,4 +1,4 @@
-"""The sample of live weights: equal for equal weights, whatever else the process holds, and another for others."""
+"""The sample of live weights: equal for equal weights, also beside other models of the process, and different for others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Layer(torch.nn.Module):
-    """One with weights, and a part without any, as vLLM's attention is."""
+    """A layer with weights, and a part without any, like vLLM's attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Layer(torch.nn.Module):
 
 
 def model(seed: int, layers: int = 4) -> torch.nn.Sequential:
-    """A model whose weights the seed decides."""
+    """A model with weights drawn from the seed."""
     torch.manual_seed(seed)
     return torch.nn.Sequential(*(Layer() for _ in range(layers)))
 
@@ -43,23 +43,23 @@ def taken(*models: torch.nn.Module, experts_apart: bool = False) -> Sample:
 
 
 def holding(tensor: torch.Tensor, name: str = "weight") -> torch.nn.Module:
-    """A model that holds this tensor alone."""
+    """A model with this tensor alone."""
     module = torch.nn.Module()
     module.register_buffer(name, tensor)
     return module
 
 
 def add_one_ulp(tensor: torch.Tensor) -> None:
-    """To every element, the smallest change there is."""
+    """Changes every element by the smallest possible change."""
     words = tensor.view(WORDS[tensor.element_size()])
     words += 1
 
 
-# --- which models ---
+# --- the sampled models ---
 
 
 def test_equal_weights_make_equal_samples_and_others_do_not() -> None:
-    """Whichever layers the model is found by, and whatever other models there are."""
+    """The layers by which a model is found do not matter, and other models do not."""
     one, same, other = model(1), model(1), model(2)
     samples = [Sampler(Models([it[0].attention, it[3].attention])).take() for it in (one, same, other)]
     assert samples[0] == samples[1] != samples[2]
@@ -81,7 +81,7 @@ def test_models_are_found_again_when_the_collector_lists_them_no_longer() -> Non
 
 
 def test_a_model_is_not_kept_and_its_end_is_seen() -> None:
-    """Weights that are no longer there have no sample."""
+    """Weights that no longer exist have no sample."""
     one = model(1)
     models = Models([one[0].attention])
     sampler = Sampler(models)
@@ -114,7 +114,7 @@ CHANGES: dict[str, Callable[[torch.nn.Module], None]] = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_the_same_sampler_sees_every_change(change: Callable[[torch.nn.Module], None]) -> None:
-    """As one does that has read nothing yet."""
+    """A new sampler finds the same sample."""
     one = model(1)
     sampler = Sampler(Models([one]))
     before = sampler.take()
@@ -125,7 +125,7 @@ def test_the_same_sampler_sees_every_change(change: Callable[[torch.nn.Module], 
 
 
 def test_weights_that_move_are_the_same_and_those_before_are_not_kept() -> None:
-    """Nor is anything that was read kept alive."""
+    """The sampler keeps no tensor alive."""
     one = model(1)
     sampler = Sampler(Models([one]))
     before = sampler.take()
@@ -136,7 +136,7 @@ def test_weights_that_move_are_the_same_and_those_before_are_not_kept() -> None:
 
 
 def test_weights_are_read_once_in_a_moment() -> None:
-    """Without a moment, each time."""
+    """Calls without a moment read them each time."""
     one = model(1)
     sampler = Sampler(Models([one]))
     first = sampler.take(1)
@@ -148,7 +148,7 @@ def test_weights_are_read_once_in_a_moment() -> None:
     assert sampler.take() != second
 
 
-# --- which bytes ---
+# --- the sampled bytes ---
 
 LARGE_TENSORS: dict[str, Callable[[], torch.Tensor]] = {
     "a scalar": lambda: torch.tensor(1.5, dtype=torch.bfloat16),
@@ -172,7 +172,7 @@ LARGE_TENSORS: dict[str, Callable[[], torch.Tensor]] = {
 
 @pytest.mark.parametrize("kind", LARGE_TENSORS)
 def test_a_change_of_every_element_by_one_ulp_is_seen(kind: str) -> None:
-    """In each kind of tensor; without it the sample is the same."""
+    """It is seen in each kind of tensor; without a change the sample is the same."""
     tensor = LARGE_TENSORS[kind]()
     one = holding(tensor)
     before = taken(one)
@@ -184,7 +184,7 @@ def test_a_change_of_every_element_by_one_ulp_is_seen(kind: str) -> None:
 
 
 def test_a_repeated_axis_is_read_once() -> None:
-    """As scales are that were expanded."""
+    """As for expanded scales."""
     tensor = torch.ones(7, 1)
     one = holding(tensor.expand(7, 1000))
     before = taken(one)
@@ -193,7 +193,7 @@ def test_a_repeated_axis_is_read_once() -> None:
 
 
 def test_what_lies_between_the_elements_of_a_view_does_not_count() -> None:
-    """It belongs to others, who may write it."""
+    """Other owners may write it."""
     whole = torch.ones(300, 700)
     one = holding(whole[:, 100:200])
     before = taken(one)
@@ -215,7 +215,7 @@ def test_one_ulp_of_all_elements_of_all_tensors_is_seen_in_each() -> None:
 
 
 def test_shape_type_and_name_count() -> None:
-    """Equal bytes may mean something else."""
+    """Equal bytes may have another meaning."""
     zeros = torch.zeros(64, 32)
     kinds = [zeros, zeros.view(32, 64), zeros.t(), zeros.view(torch.int32), torch.zeros(0), torch.zeros(0, 4)]
     samples = {taken(holding(tensor)).weights for tensor in kinds} | {taken(holding(zeros, "other")).weights}
@@ -223,7 +223,7 @@ def test_shape_type_and_name_count() -> None:
 
 
 def test_tied_weights_count_under_their_first_name() -> None:
-    """And are seen to change."""
+    """Their changes are noticed."""
     embedding = torch.nn.Embedding(50, 40)
     head = torch.nn.Linear(40, 50, bias=False)
     head.weight = embedding.weight
@@ -235,7 +235,7 @@ def test_tied_weights_count_under_their_first_name() -> None:
 
 
 def test_weights_that_are_not_there_are_left_out() -> None:
-    """Layers that another rank has."""
+    """Layers of another rank."""
     one = torch.nn.ModuleDict({"here": torch.nn.Linear(3, 3)})
     before = taken(one)
     one["elsewhere"] = torch.nn.Linear(100, 100, device="meta")
@@ -249,7 +249,7 @@ LEFT_OUT_NAMES = ["cos_sin_cache", "long_short_cos_sin_cache", "inv_freq", "work
 
 @pytest.mark.parametrize("name", LEFT_OUT_NAMES)
 def test_what_makes_no_kv_or_is_a_fact_is_left_out(name: str) -> None:
-    """Each has its reason; scales of KV, and experts called blocks, are in."""
+    """Each has its reason; scales of KV, and experts called blocks, are in the sample."""
     assert any(pattern.search(name) for pattern in LEFT_OUT.values())
     samples = []
     for value in (1.0, 2.0):
@@ -262,7 +262,7 @@ def test_what_makes_no_kv_or_is_a_fact_is_left_out(name: str) -> None:
 
 
 def test_every_reason_leaves_out_something() -> None:
-    """None is there for nothing."""
+    """Every reason has a name here."""
     for pattern in LEFT_OUT.values():
         assert any(pattern.search(name) for name in LEFT_OUT_NAMES)
 
@@ -281,7 +281,7 @@ def experts(seed: int) -> torch.nn.ModuleDict:
 
 
 def test_a_change_of_a_single_expert_is_seen() -> None:
-    """Of each of many."""
+    """One of many, in turn."""
     one = experts(1)
     before = taken(one)
     for expert in (0, 1, 97, 255):
@@ -294,7 +294,7 @@ def test_a_change_of_a_single_expert_is_seen() -> None:
 
 
 def test_experts_may_differ_where_they_are_kept_apart() -> None:
-    """And still have a digest of their own."""
+    """They still have a digest of their own."""
     one, other = (taken(experts(seed), experts_apart=True) for seed in (1, 2))
     assert one.weights == other.weights
     assert one.experts != other.experts
@@ -303,7 +303,7 @@ def test_experts_may_differ_where_they_are_kept_apart() -> None:
     assert taken(changed, experts_apart=True).weights != one.weights
 
 
-# --- weights that vLLM's CPU kernels hold ---
+# --- weights inside vLLM's CPU kernels ---
 
 
 @pytest.fixture
@@ -326,7 +326,7 @@ def linear(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., torch.nn.M
 
 @pytest.mark.parametrize("shape", [(256, 128), (8, 2), (1024, 1024)])
 def test_weights_that_a_kernel_took_over_are_read_back(linear: Callable[..., torch.nn.Module], shape: tuple[int, int]) -> None:
-    """Bit for bit, and as often as wanted."""
+    """They are bit-equal, at each read."""
     torch.manual_seed(1)
     weight = torch.randn(shape)
     one = linear(weight)
@@ -339,7 +339,7 @@ def test_weights_that_a_kernel_took_over_are_read_back(linear: Callable[..., tor
 
 
 def test_both_kinds_of_layers_are_seen_in_bfloat16(linear: Callable[..., torch.nn.Module]) -> None:
-    """Whether this CPU's kernel takes the weights over or not."""
+    """The samples see weights inside this CPU's kernel and outside it."""
     weight = torch.randn(64, 32, dtype=torch.bfloat16)
     before = taken(linear(weight))
     assert taken(linear(weight)) == before
@@ -348,7 +348,7 @@ def test_both_kinds_of_layers_are_seen_in_bfloat16(linear: Callable[..., torch.n
 
 
 class Emptied(torch.nn.Module):
-    """A layer whose kernel keeps its weights where nobody can read them."""
+    """A layer with weights that only its kernel can read."""
 
     def __init__(self, name: str, weight: torch.nn.Parameter | None) -> None:
         super().__init__()
@@ -362,7 +362,7 @@ class Emptied(torch.nn.Module):
     [("weight", torch.zeros(0)), ("weight", None), ("qweight", torch.zeros(0)), ("weight_packed", torch.zeros(0))],
 )
 def test_weights_that_cannot_be_read_are_named(name: str, weight: torch.Tensor | None) -> None:
-    """Scales alone are no sample. Layers that have no weights to begin with are no such."""
+    """Scales alone are no sample. Layers without any weights are not named."""
     parameter = None if weight is None else torch.nn.Parameter(weight)
     one = torch.nn.ModuleDict({"q_proj": Emptied(name, parameter), "norm": torch.nn.LayerNorm(4, elementwise_affine=False)})
     with pytest.raises(Unsampled, match=r"weights of q_proj \(Emptied\)"):
@@ -373,14 +373,14 @@ def test_weights_that_cannot_be_read_are_named(name: str, weight: torch.Tensor |
 
 
 def test_layers_that_take_turns_have_no_sample() -> None:
-    """What lies in their memory is now of one and now of another."""
+    """Their memory has the weights of different layers at different times."""
     with pytest.raises(Unsampled, match="offloaded"):
         Sampler(Models([one := model(1)]), resident=False).take()
     assert one
 
 
 def test_every_tensor_has_a_line_in_the_debug_log() -> None:
-    """Two lists of them tell where two engines differ."""
+    """Two logs with these lines show where two engines differ."""
     lines: list[str] = []
 
     class Lines(logging.Handler):
@@ -405,7 +405,7 @@ def test_every_tensor_has_a_line_in_the_debug_log() -> None:
 
 @pytest.mark.parametrize("apart", [False, True], ids=["in one", "with others between"])
 def test_a_few_tokens_of_a_table_that_were_trained_are_seen(apart: bool) -> None:
-    """Of a layer's weights as many changed rows may stay unseen."""
+    """In the weights of a layer, as many changed rows may be missed."""
     table = torch.nn.Embedding(3000, 96)
     if apart:
         table.weight = torch.nn.Parameter(torch.randn(3000, 192)[:, ::2])

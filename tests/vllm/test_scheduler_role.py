@@ -1,4 +1,4 @@
-"""The scheduler role hands vLLM's words to the policy, which is played, and does in vLLM what the policy says."""
+"""The scheduler role hands vLLM's calls to a played policy, and does in vLLM as the policy answers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Played:
 
 
 def test_of_which_drafters_vllm_drops_a_block() -> None:
-    """By vLLM's own word, and in older releases for each drafter with hidden states."""
+    """vLLM's own flag decides, and in older releases every drafter with hidden states counts."""
 
     def drops(**speculative: Any) -> bool:
         config: Any = SimpleNamespace(speculative_config=SimpleNamespace(**speculative))
@@ -46,7 +46,7 @@ def test_of_which_drafters_vllm_drops_a_block() -> None:
     ("status", "tokens"), [("FINISHED_STOPPED", [8, 2]), ("FINISHED_LENGTH_CAPPED", []), ("FINISHED_ABORTED", [])]
 )
 def test_how_an_answer_ended(status: str, tokens: list[int]) -> None:
-    """By vLLM's reason, and by the last two tokens where the model ended its answer."""
+    """The policy gets vLLM's reason, and the last two tokens if the model ended its answer."""
     request: Any = SimpleNamespace(status=RequestStatus[status], output_token_ids=[4, 8, 2])
     assert vllm_compat.answer_end(request) == (int(RequestStatus[status]), tokens)
 
@@ -62,13 +62,13 @@ def test_how_an_answer_ended(status: str, tokens: list[int]) -> None:
 def test_a_load_that_can_fail_is_asynchronous(
     monkeypatch: pytest.MonkeyPatch, load: str, on_gpu: bool, copy: str, sync: bool
 ) -> None:
-    """vLLM's prefix cache would have the blocks of a synchronous one before its end is known."""
+    """vLLM's prefix cache would have the blocks of a synchronous load before its end is known."""
     _, policy = played.scheduler(monkeypatch, on_gpu=on_gpu, copy=copy, load=load)
     assert (policy.facts["waits"], policy.facts["by_engine"]) == (sync, copy == "engine")
 
 
 def test_loads_can_fail_where_ranks_copy_although_the_sidecar_was_to(engine: Played, connector: Any) -> None:
-    """The handshake tells it before the first request."""
+    """The handshake states it before the first request."""
     _, policy = engine
     connector.set_xfer_handshake_metadata_pp_aware({(0, 0): RankState("", this_host()), (0, 1): RankState("", this_host())})
     assert policy.told("ranks_copy") == []
@@ -79,7 +79,7 @@ def test_loads_can_fail_where_ranks_copy_although_the_sidecar_was_to(engine: Pla
 
 
 def test_a_strict_engine_gives_up_what_was_not_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where loads that fail end their requests."""
+    """If failed loads end their requests."""
     _, policy = played.scheduler(monkeypatch, failures="fail", strict_tokens=32)
     assert (policy.options.strict_tokens, policy.facts["recomputes"]) == (32, False)
 
@@ -114,7 +114,7 @@ def test_an_adapter_is_looked_at_again_in_the_step_in_which_ranks_load_it(
 
 
 def test_a_replaced_adapter_is_noticed_by_its_files(engine: Played, tmp_path: Any) -> None:
-    """The role's own adapters: what was computed with bytes that ranks gave up is not kept."""
+    """The adapters of the role itself: blocks computed with the replaced bytes are not kept."""
     role, policy = engine
     lora = _adapter(tmp_path, load_inplace=True)
     role.match(played.request("one", lora_request=lora), 0)
@@ -128,7 +128,7 @@ def test_a_replaced_adapter_is_noticed_by_its_files(engine: Played, tmp_path: An
 
 @pytest.mark.parametrize("step", [False, True], ids=["before the next step", "with a step"])
 def test_after_a_difference_no_block_of_before_is_found_or_kept(engine: Played, step: bool) -> None:
-    """Also blocks of the hit in vLLM's own cache: the next request arrives before the next step."""
+    """Blocks of the hit in vLLM's own cache are dropped, too: the next request arrives before the next step."""
     role, policy = engine
     pool = BlockPool(16, True, BLOCK_TOKENS)
     [block] = pool.get_new_blocks(1)
@@ -151,14 +151,14 @@ def test_after_a_difference_no_block_of_before_is_found_or_kept(engine: Played, 
 
 @pytest.fixture
 def connector(engine: Played) -> Any:
-    """The engine's, as its scheduler process has it."""
+    """The engine's connector, as in its scheduler process."""
     connector: Any = PillionConnector.__new__(PillionConnector)
     (connector._scheduler, _), connector._worker, connector._out = engine, None, ""
     return connector
 
 
 def test_every_reset_of_vllm_counts(engine: Played, connector: Any) -> None:
-    """Its own alone, and one that reaches the connector."""
+    """A reset of vLLM alone counts, and one that reaches the connector."""
     _, policy = engine
     pool = SimpleNamespace(reset_prefix_cache=lambda: False)
     connector.bind_gpu_block_pool(pool)
@@ -168,7 +168,7 @@ def test_every_reset_of_vllm_counts(engine: Played, connector: Any) -> None:
 
 
 def test_a_rank_that_stays_out_turns_the_role_off(engine: Played, connector: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its reason is said once, and vLLM runs as if there were no connector."""
+    """Its reason is logged once, and vLLM runs as if there were no connector."""
     _, policy = engine
     said: list[str] = []
     monkeypatch.setattr("pillion.connector.logger.error", lambda text, *parts: said.append(text % parts))
@@ -186,7 +186,7 @@ def test_a_rank_that_stays_out_turns_the_role_off(engine: Played, connector: Any
 
 
 def test_a_rank_on_another_host_turns_the_role_off(connector: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its sidecar is another one. Ranks beside the scheduler do not."""
+    """Its sidecar is another one. Ranks beside the scheduler do not turn it off."""
     said: list[str] = []
     monkeypatch.setattr("pillion.connector.logger.error", lambda text, *parts: said.append(text % parts))
     connector.set_xfer_handshake_metadata_pp_aware({(0, rank): RankState("", this_host()) for rank in range(2)})
@@ -197,7 +197,7 @@ def test_a_rank_on_another_host_turns_the_role_off(connector: Any, monkeypatch: 
 
 
 def test_ranks_say_where_they_serve_or_why_not(connector: Any) -> None:
-    """Whichever of its parts found it out."""
+    """The report comes from any part of the rank."""
     assert connector.get_handshake_metadata() is None
     assert this_host()
     for copies in (False, True):
@@ -211,7 +211,7 @@ def test_ranks_say_where_they_serve_or_why_not(connector: Any) -> None:
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_rank_without_a_scheduler_role_does_nothing(monkeypatch: pytest.MonkeyPatch, connector: Any, count: int) -> None:
-    """No step of it begins, none ends, and vLLM calls every hook."""
+    """No step begins or ends in it, and vLLM calls every hook."""
     nothing: Any = None
     monkeypatch.setattr(vllm_compat, "hash_tokens", lambda _: BLOCK_TOKENS)
     groups = kv_cache_config(full_attention())

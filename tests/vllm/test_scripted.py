@@ -1,6 +1,6 @@
 """vLLM's own schedulers, 0.33's too, drive the connector; the KV of the scripted worker is checked byte by byte.
 
-What real CPU engines cannot show is shown here: asynchronous scheduling, one step in flight.
+Real CPU engines have no asynchronous scheduling, with one step in flight; these engines do.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from testkit import model, sidecar
 
 
 def test_hook_order_of_a_step(stage: Stage) -> None:
-    """The scripted engine calls the hooks as vLLM does: what the connector's tests rest on."""
+    """The scripted engine calls the hooks as vLLM does: the connector's tests rely on that."""
     log = stage.directory / "hooks.log"
     logging = {"kv_connector": "LoggingConnector", "kv_connector_module_path": "scripted.logging_connector"}
     (results,) = stage.play(
@@ -68,7 +68,7 @@ def test_hook_order_of_a_step(stage: Stage) -> None:
 
 @pytest.mark.supports("full", "vllm", "loads", "async-scheduling")
 def test_blocks_come_back_byte_exact(stage: Stage) -> None:
-    """Saved, dropped locally, loaded: every KV position that attention reads is right, however it is loaded."""
+    """Saved, dropped locally, loaded: every KV position that attention reads is right, with each way to load."""
     prompts = [prompt_of(700, 11), prompt_of(333, 12), prompt_of(65, 13)]
     stored, hit = block_count(prompts, 8), sum(hit_tokens(len(prompt)) for prompt in prompts)
     right = right_answers(prompts, 8)
@@ -82,14 +82,14 @@ def test_blocks_come_back_byte_exact(stage: Stage) -> None:
             generate(prompts, 8),
             SETTLE,
         ]
-        # A namespace each, so that the first answers of every engine are cold.
+        # Each has a namespace, so the first answers of every engine are cold.
         loads = ["sync", "async", "auto"]
         connectors = by_load(keeper, *loads)
         for results in stage.play(acts, *connectors, metrics=metrics(keeper)):
             cold, _, reset, warm, reset_all, after_reset, _ = results
             assert cold["value"] == warm["value"] == after_reset["value"] == right
             assert reset["value"] is reset_all["value"] is True
-            # Equal weights find what they kept, however often vLLM is reset.
+            # Equal weights hit their kept blocks after each reset of vLLM.
             assert (cold["hits"], warm["hits"], after_reset["hits"]) == (0, hit, hit)
             assert sum(act["wrong"] for act in results) == 0
         assert keeper.metrics()["pillion_loaded_bytes_total"] == 2 * len(loads) * hit // BLOCK_TOKENS * BLOCK_BYTES
@@ -134,7 +134,7 @@ def test_a_block_whose_load_failed_counts_as_not_loaded(stage: Stage) -> None:
 
 
 def test_few_blocks_and_aborts(stage: Stage) -> None:
-    """Blocks are reused at once, by preemption and by aborts: a save or load that came late would show."""
+    """Blocks are reused at once, by preemption and by aborts: a late save or load would change bytes."""
     prompts = [prompt_of(200, seed) for seed in range(21, 29)]
     right, right_short = right_answers(prompts, 64), right_answers(prompts, 16)
     with sidecar.serving(stage.directory) as keeper:
@@ -156,11 +156,11 @@ def test_few_blocks_and_aborts(stage: Stage) -> None:
 
 
 def test_failed_load_is_recomputed_and_never_kept(stage: Stage) -> None:
-    """What was computed on top of blocks that were not loaded is never served, from wherever in the prompt on."""
+    """Blocks computed on top of missing blocks are never served, from each place in the prompt on."""
     prompts = [prompt_of(500, 51), prompt_of(300, 52)]
     right = right_answers(prompts, 40)
     with sidecar.serving(stage.directory) as keeper:
-        # Half of the prompt is kept, so that the step of the failed load fills blocks on top of it.
+        # Half of the prompt is kept, so the step of the failed load fills blocks on top of it.
         halves = [prompt[:257] for prompt in prompts]
         acts = [generate(halves, 1), wait_saved(block_count(halves, 1)), RESET, SLOW_STEPS]
         for first in (0, 3, 7):
@@ -173,13 +173,14 @@ def test_failed_load_is_recomputed_and_never_kept(stage: Stage) -> None:
                 assert warm["failed_blocks"] == 0 and warm["hits"] > 0
                 assert (warm["value"], warm["wrong"]) == (right, 0)
                 assert failed["value"] == right
-                # A synchronous load's step has read what was not loaded, and its token is taken back.
+                # A synchronous load's step has read the missing blocks, and its token is taken back.
                 if load == "async" or stage.async_scheduling:
                     assert failed["wrong"] == 0
 
 
 def test_loads_that_fail_in_two_steps_running(stage: Stage) -> None:
-    """With a step in flight, the second load has failed before the first failure is told: it is not covered by it."""
+    """With a step in flight, the second load has failed before the first failure is reported, so the report does not cover
+    it."""
     prompts = [prompt_of(65, 55), prompt_of(700, 56)]
     right = right_answers(prompts, 4)
     with sidecar.serving(stage.directory) as keeper:
@@ -203,7 +204,7 @@ def test_loads_that_fail_in_two_steps_running(stage: Stage) -> None:
 
 
 def test_loads_that_always_fail(stage: Stage) -> None:
-    """A request whose load failed does not ask again, or it would wait for ever."""
+    """A request with a failed load sends no second query: it would wait for ever."""
     prompts = [prompt_of(200, 57), prompt_of(100, 58)]
     right = right_answers(prompts, 4)
     with sidecar.serving(stage.directory) as keeper:
@@ -216,7 +217,7 @@ def test_loads_that_always_fail(stage: Stage) -> None:
 
 
 def test_saves_of_a_frozen_sidecar_are_given_up(stage: Stage) -> None:
-    """Blocks are reused while the sidecar sleeps on their saves: what it keeps once it wakes is right all the same."""
+    """Blocks are reused while the sidecar is frozen before their saves: the blocks that it keeps after the thaw are right."""
     prompts = [prompt_of(200, seed) for seed in range(61, 65)]
     with sidecar.serving(stage.directory) as keeper:
         plays = [
@@ -224,7 +225,7 @@ def test_saves_of_a_frozen_sidecar_are_given_up(stage: Stage) -> None:
             # The first two requests end, and leave their blocks to the other two, about step 25.
             for frozen, thawed in ((0, 40), (1, 26), (2, 27), (24, 29))
         ]
-        # Other weights each time, which find nothing of before.
+        # Other weights each time, without hits of earlier blocks.
         acts = [act for one in plays for act in (one, RESET, generate(prompts, 24), new_weights(), RESET)]
         settings = {"pillion.query_timeout_us": 2000}
         connectors = by_load(keeper, **settings)
@@ -238,7 +239,7 @@ def test_saves_of_a_frozen_sidecar_are_given_up(stage: Stage) -> None:
 
 
 def test_aborts_with_loads_in_flight(stage: Stage) -> None:
-    """A client leaves while its blocks are being loaded; the next request gets blocks that nobody writes any more."""
+    """A client leaves while its blocks are being loaded; the next request gets blocks that no copy writes any more."""
     prompts = [prompt_of(300, seed) for seed in range(71, 75)]
     right = right_answers(prompts, 8)
     with sidecar.serving(stage.directory) as keeper:
@@ -257,7 +258,7 @@ def test_aborts_with_loads_in_flight(stage: Stage) -> None:
 
 @pytest.mark.parametrize("reset", [RESET, RESET_ALL], ids=["local", "connector"])
 def test_reset_between_steps(stage: Stage, reset: dict[str, Any]) -> None:
-    """A reset while requests run, after which the weights are the same ones: nothing is wrong, and everything is found."""
+    """A reset while requests run, with the same weights afterwards: nothing is wrong, and everything is found."""
     prompts = [prompt_of(400, 81), prompt_of(150, 82)]
     right = right_answers(prompts, 40)
     with sidecar.serving(stage.directory) as keeper:
@@ -275,7 +276,7 @@ def test_reset_between_steps(stage: Stage, reset: dict[str, Any]) -> None:
 
 
 def test_one_prefix_twice_in_a_step(stage: Stage) -> None:
-    """Two requests of one step share a prefix, cold, warm, and when the load that serves both fails."""
+    """Two requests of one step share a prefix, cold, warm, and when the load for both fails."""
     common = prompt_of(200, 91)
     prompts = [common + prompt_of(300, 92), common + prompt_of(60, 93), common + prompt_of(60, 93)]
     right = right_answers(prompts, 12)

@@ -1,4 +1,4 @@
-"""Windows beside full attention, in cache groups of their own: what is served is what all groups have, and fails as a whole."""
+"""Windows beside full attention, in cache groups of their own: a hit needs the blocks of all groups, and fails as a whole."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ from testkit.router import GPU, MEMORY, EventLost, Known, Router
 SET: dict[str, Any] = {"kind": "set", "window": 100}
 GROUPS = 3
 FIRST, SECOND = prompt_of(200, 131), prompt_of(230, 132)
-# A pool in which no two of the prompts fit: blocks of one group are another group's afterwards.
+# A pool with room for one of the prompts: blocks of one group belong to another group afterwards.
 FEW_BLOCKS: dict[str, Any] = {"blocks": 28, "max_model_len": 288}
 SHORT = {"pillion.query_timeout_us": 2000}
-# Engines that may tell one router after another the same.
+# The most engines that send events of the same blocks to one router after another.
 TELLERS_MAX = 3
 
 
 @pytest.mark.parametrize("copy", ["engine", "sidecar"])
 def test_blocks_that_another_group_overwrites_are_not_kept(stage: Stage, copy: str) -> None:
-    """The sidecar sleeps on the saves of all groups until a request has blocks of one group in place of another's."""
+    """The sidecar is frozen before the saves of all groups until a request has reused blocks of one group for another one."""
     with sidecar.serving(stage.directory) as keeper:
         acts = [generate([FIRST], 1, at={"0:scheduled": [stop(keeper)]}), generate([SECOND], 1), go_on(keeper), SETTLE]
         (hasty,) = by_load(keeper, "auto", **SHORT, **{"pillion.copy": copy})
         stage.play(acts, hasty, metrics=metrics(keeper), **FEW_BLOCKS, **SET)
         assert keeper.metrics()["pillion_saves_lost_to_reuse_total"] > 0
-        # Whoever has the time to ask finds what was kept; what was not is computed, and kept then.
+        # An engine with a long budget hits the kept blocks; the others are computed, and kept then.
         (patient,) = by_load(keeper, "auto", **{"pillion.copy": copy})
         acts = [generate([FIRST], 4), SETTLE, RESET, generate([FIRST], 4)]
         (results,) = stage.play(acts, patient, metrics=metrics(keeper), **FEW_BLOCKS, **SET)
@@ -59,16 +59,16 @@ def test_blocks_that_another_group_overwrites_are_not_kept(stage: Stage, copy: s
         assert results[-1]["hits"] == hit_tokens(len(FIRST))
 
 
-# What the sidecar copies has no plan that could be wrong.
+# Copies by the sidecar have no plan to spoil.
 @pytest.mark.parametrize(("copy", "lost"), [("engine", False), ("engine", True), ("sidecar", True)])
 def test_a_load_that_one_group_lacks_has_failed(stage: Stage, copy: str, lost: bool) -> None:
-    """Of each group in turn: its load goes wrong, or its lease is gone; the request is computed, and hits again afterwards."""
+    """Each group in turn: its load fails, or its lease ends; the request is computed, and hits again afterwards."""
     play_sets_that_lack_a_group(stage, [prompt_of(300, 140 + group) for group in range(GROUPS)], copy, lost, SET)
 
 
 @pytest.mark.parametrize("copy", ["engine", "sidecar"])
 def test_a_set_that_was_promised_outlives_the_sidecar(stage: Stage, copy: str) -> None:
-    """It is killed before the first rank begins to load; whatever the groups find, the answers are right."""
+    """The sidecar is killed before the first rank begins to load; with each result of the groups, the answers are right."""
     prompts = [FIRST, SECOND]
     with sidecar.serving(stage.directory) as keeper:
         acts = [generate(prompts, 1), SETTLE, RESET, generate(prompts, 4, at={"0:scheduled": [send(keeper, "SIGKILL")]})]
@@ -104,14 +104,14 @@ def test_blocks_of_several_sizes(stage: Stage) -> None:
 
 
 def _ask_in_turn(prompts: list[list[int]], output_tokens: int) -> list[Any]:
-    """Each with nothing in the engine's own cache."""
+    """Asks each prompt with an empty engine cache."""
     return [act for prompt in prompts for act in (generate([prompt], output_tokens), SETTLE, RESET)]
 
 
 @pytest.mark.parametrize("larger", [1, 2])
 def test_a_conversation_goes_on_from_where_it_was(stage: Stage, larger: int) -> None:
-    """From the end of the last answer; from the end of the prompt where another answer follows, or none yet. Of most of the
-    prompt only the blocks of full attention are kept."""
+    """A hit ends at the last answer's end; or at the prompt's end, if another answer follows or none. For most of the prompt
+    only the blocks of full attention are kept."""
     prompt = prompt_of(600, 133)
     (answer,) = right_answers([prompt], 150)
     turns = [prompt, prompt + answer + prompt_of(90, 134), prompt + prompt_of(300, 138), prompt]
@@ -130,7 +130,7 @@ def test_a_conversation_goes_on_from_where_it_was(stage: Stage, larger: int) -> 
 
 
 def test_a_branch_is_served_once_another_one_was_computed(stage: Stage) -> None:
-    """Where a prompt leaves one that was kept, the blocks that are read there are kept with it: others may leave there too."""
+    """A prompt that leaves a kept one is kept with the blocks for a hit at that place: other prompts may leave there too."""
     branches = [FIRST[:130] + prompt_of(100, seed) for seed in (139, 145)]
     with sidecar.serving(stage.directory) as keeper:
         acts = _ask_in_turn([FIRST, *branches], 4)
@@ -142,7 +142,7 @@ def test_a_branch_is_served_once_another_one_was_computed(stage: Stage) -> None:
 
 @pytest.mark.parametrize(("window", "checkpoint"), [(100, 256), (33, 640)])
 def test_a_prompt_that_was_cut_is_served_from_a_checkpoint(stage: Stage, window: int, checkpoint: int) -> None:
-    """It ends far before the point where the one that was kept did: few windows above a checkpoint, or many."""
+    """It ends far before the end of the kept prompt: few windows above a checkpoint, or many."""
     cut = 2 * checkpoint - 40
     prompt = prompt_of(3 * checkpoint, 146)
     shape = SET | {"window": window, "max_model_len": 2048, "blocks": 256}
@@ -155,7 +155,7 @@ def test_a_prompt_that_was_cut_is_served_from_a_checkpoint(stage: Stage, window:
 
 
 def test_what_one_group_has_lost_is_not_served(stage: Stage) -> None:
-    """Each group's blocks are a namespace of the sidecar's; without those of one the others serve nothing."""
+    """Each group's blocks are a namespace of the sidecar; without those of one group the others serve nothing."""
     right = right_answers([FIRST], 4)
     with sidecar.serving(stage.directory) as keeper:
         (connector,) = by_load(keeper, "auto")
@@ -176,12 +176,12 @@ def test_what_one_group_has_lost_is_not_served(stage: Stage) -> None:
 
 @pytest.mark.supports("events")
 def test_a_router_knows_the_blocks_of_each_group(stage: Stage) -> None:
-    """Those with windows are twice as large. What one group loses is told of that group alone."""
+    """The blocks with windows are twice as large. A loss of one group's blocks is announced for that group alone."""
     acts = [SETTLE, TURN, generate([prompt_of(8, 137)], 4)]
     with sidecar.serving(stage.directory) as keeper:
         told = _told(stage, keeper, [generate([FIRST, SECOND], 40), *acts], kept_before=False)
         for group in range(GROUPS):
-            # vLLM tells of all blocks of a window, and the sidecar keeps those that are read where a request may go on.
+            # vLLM announces all blocks of a window, and the sidecar keeps those that a continued request reads.
             described = {block: known for block, known in told[GPU, group].items() if block in told[MEMORY, group]}
             assert described and described == {block: told[MEMORY, group][block] for block in described}
         for lost, namespace in enumerate(_namespaces(keeper)):
@@ -193,10 +193,10 @@ Told = dict[tuple[str, int], dict[int, Known]]
 
 
 def _told(stage: Stage, keeper: sidecar.Sidecar, acts: list[Any], kept_before: bool = True) -> Told:
-    """What an engine's events say of where blocks are, by medium and group: of memory what the sidecar keeps.
+    """The places of blocks by an engine's events, by medium and group: those in memory are the sidecar's kept blocks.
 
-    vLLM's first events are lost where a busy machine makes a router's subscription late, and its last ones with its end. Then
-    another engine tells another router, of what was kept before or of nothing.
+    A router loses vLLM's first events if a busy machine makes its subscription late, and the last ones at the engine's end.
+    Then another engine sends events to another router, about the blocks kept before or about none.
     """
     for _ in range(TELLERS_MAX):
         told = _told_once(stage, keeper, acts)
@@ -210,7 +210,7 @@ def _told(stage: Stage, keeper: sidecar.Sidecar, acts: list[Any], kept_before: b
 
 
 def _told_once(stage: Stage, keeper: sidecar.Sidecar, acts: list[Any]) -> Told | None:
-    """The same of one engine; None where events were lost."""
+    """The same for one engine; None if events were lost."""
     router = Router()
     try:
         stage.play(acts, *by_load(keeper, "auto"), metrics=metrics(keeper), larger=2, events=router.endpoint, **SET)
@@ -223,7 +223,7 @@ def _told_once(stage: Stage, keeper: sidecar.Sidecar, acts: list[Any]) -> Told |
 
 
 def _namespaces(keeper: sidecar.Sidecar) -> list[str]:
-    """Those of the groups, in their order: each group has one layer."""
+    """The groups' namespaces, in the order of the groups: each group has one layer."""
     names = [f"model.layers.{number}.self_attn.attn" for number in range(GROUPS)]
     layers = [f"1 {hashlib.sha256(name.encode()).hexdigest()[:16]}" for name in names]
     found = {namespace["facts"]["layers"]: str(namespace["namespace"]) for namespace in keeper.namespaces()}
@@ -231,7 +231,7 @@ def _namespaces(keeper: sidecar.Sidecar) -> list[str]:
 
 
 def _kept(keeper: sidecar.Sidecar) -> dict[int, set[int]]:
-    """The sidecar's keys of each group, as vLLM's events name them."""
+    """The sidecar's keys of each group, by their names in vLLM's events."""
     kept: dict[int, set[int]] = {group: set() for group in range(GROUPS)}
     groups = {bytes.fromhex(namespace): group for group, namespace in enumerate(_namespaces(keeper))}
     with pool_file.mapped(keeper.pool) as pool:

@@ -35,7 +35,7 @@ HITS = sum(hit_tokens(len(prompt)) for prompt in PROMPTS)
 @pytest.mark.supports("states")
 @pytest.mark.parametrize("copy", ["engine", "sidecar"])
 def test_a_kept_prefix_is_found_and_every_byte_is_right(stage: Stage, kind: dict[str, Any], copy: str) -> None:
-    """And wrong bytes in the pool are noticed."""
+    """Wrong bytes in the pool are noticed."""
     right = right_answers(PROMPTS, 40)
     with sidecar.serving(stage.directory) as keeper:
         damage: Act = {"do": "damage_pool", "with": {"path": str(keeper.pool)}}
@@ -49,7 +49,7 @@ def test_a_kept_prefix_is_found_and_every_byte_is_right(stage: Stage, kind: dict
 
 
 def test_a_conversation_goes_on_from_where_it_was(stage: Stage) -> None:
-    """From the end of the last answer: every boundary of an answer has a state."""
+    """A hit ends at the last answer's end: every boundary of an answer has a state."""
     prompt = prompt_of(600, 203)
     (answer,) = right_answers([prompt], 150)
     turns = [prompt, prompt + answer + prompt_of(90, 204)]
@@ -62,8 +62,8 @@ def test_a_conversation_goes_on_from_where_it_was(stage: Stage) -> None:
 
 
 def test_a_shared_prefix_is_served_from_its_third_request_on(stage: Stage) -> None:
-    """A restarted engine knows of no shared prefix. The second request finds its blocks of full attention and no state at its
-    end, so a state is made there."""
+    """A restarted engine knows no shared prefix. The second request finds its blocks of full attention and no state at its end,
+    so a state is made there."""
     shared = prompt_of(650, 205)
     prompts = [shared + prompt_of(90, 206 + number) for number in range(3)]
     with sidecar.serving(stage.directory) as keeper:
@@ -76,5 +76,5 @@ def test_a_shared_prefix_is_served_from_its_third_request_on(stage: Stage) -> No
 
 @pytest.mark.parametrize(("copy", "lost"), [("engine", False), ("engine", True), ("sidecar", True)])
 def test_a_load_that_one_group_lacks_has_failed(stage: Stage, copy: str, lost: bool) -> None:
-    """The group is another one each time; the request is computed, and hits again afterwards."""
+    """Another group each time; the request is computed, and hits again afterwards."""
     play_sets_that_lack_a_group(stage, [prompt_of(300, 210 + group) for group in range(3)], copy, lost, MIXED)

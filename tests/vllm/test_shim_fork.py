@@ -1,4 +1,4 @@
-"""A session must not be used by a forked child: the mappings, the thread and the sidecar's trust are the parent's."""
+"""A session must not be used by a forked child: the mappings, the thread and the sidecar's trust belong to the parent."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _scheduler(socket: Path) -> _shim.SchedulerSession:
 def test_a_forked_child_is_refused(
     tmp_path: Path, make: Callable[[Path], _shim.WorkerSession | _shim.SchedulerSession]
 ) -> None:
-    """The child's call fails with the remedy; the parent's goes on."""
+    """The child's call fails with the remedy; the parent's call goes on."""
     session = make(tmp_path / "pillion.sock")
     child = os.fork()
     if child == 0:

@@ -1,4 +1,5 @@
-"""Every hook that PillionConnector overrides exists in vLLM, takes what vLLM passes, and is spelled right; so is what it wraps.
+"""Every overridden hook of PillionConnector exists in vLLM, with its parameters and spelling; the same holds for wrapped
+methods.
 
 The installed vLLM is inspected; others are known from signatures.json (scripts/capture-vllm-signatures).
 """
@@ -20,7 +21,7 @@ Parameters = list[list[Any]]
 Captured = dict[str, dict[str, Parameters]]
 SECTIONS: dict[str, Captured] = json.loads(Path(__file__).with_name("signatures.json").read_text())
 CAPTURED: Captured = {version: sections["hooks"] for version, sections in SECTIONS.items()}
-# What Pillion wraps was not captured of 0.29.
+# The wrapped methods were not captured for 0.29.
 WATCHED: Captured = {version: sections["watched"] for version, sections in SECTIONS.items() if "watched" in sections}
 INSTALLED = "0.32.0"
 KINDS = {
@@ -49,7 +50,7 @@ def _parameters(owner: Any, name: str, bound: bool = True) -> Parameters:
 
 
 def _accepts(ours: Parameters, theirs: Parameters) -> bool:
-    """Whether every call that fits `theirs`, by position or by name, fits `ours`."""
+    """True if every call that fits `theirs`, by position or by name, fits `ours`."""
     kinds = {kind for _, kind, _ in ours}
     positional = [parameter for parameter in ours if parameter[1] == "positional"]
     by_name = {name: default for name, kind, default in ours if kind in ("positional", "keyword")}
@@ -91,7 +92,7 @@ def test_installed_vllm_is_what_was_captured() -> None:
 
 
 def test_connector_overrides_what_a_cache_must() -> None:
-    """The methods that vLLM declares abstract, and the ones whose default would hurt."""
+    """The abstract methods of vLLM, and the methods with a default unfit for a cache."""
     needed = {"start_load_kv", "wait_for_save", "get_num_new_matched_tokens", "update_state_after_alloc"}
     needed |= {"build_connector_meta", "request_finished_all_groups", "get_finished", "reset_cache"}
     assert needed <= set(_overridden())
@@ -99,10 +100,10 @@ def test_connector_overrides_what_a_cache_must() -> None:
 
 @pytest.mark.parametrize("version", CAPTURED)
 def test_every_hook_fits(version: str) -> None:
-    """Each hook takes what this vLLM passes; one it does not have is newer than it, never a typing error."""
+    """Each hook accepts the arguments of this vLLM; a hook unknown to it is a newer one, never misspelt."""
     known_anywhere = {name for hooks in CAPTURED.values() for name in hooks}
     for name in _overridden():
-        assert name in known_anywhere, f"{name} is a hook of no vLLM: misspelled, or not to be public"
+        assert name in known_anywhere, f"{name} is a hook of no vLLM: misspelled, or wrongly public"
         if name not in CAPTURED[version]:
             later = {other for other in CAPTURED if name in CAPTURED[other]}
             assert version < min(later), f"{name} is gone in vLLM {version}"
@@ -111,7 +112,7 @@ def test_every_hook_fits(version: str) -> None:
         assert _accepts(ours, theirs), f"{name}{ours} does not take what vLLM {version} passes: {theirs}"
 
 
-# --- what Pillion wraps ---
+# --- wrapped methods ---
 
 
 def test_installed_classes_are_what_was_captured() -> None:
@@ -125,14 +126,14 @@ def test_installed_classes_are_what_was_captured() -> None:
 
 @pytest.mark.parametrize("version", WATCHED)
 def test_every_wrapped_method_is_defined_once(version: str) -> None:
-    """No class derived from the engine core's goes past what is wrapped there."""
+    """No class derived from the engine core's bypasses the wrapped methods."""
     methods = {name for name in WATCHED[version] if "." in name}
     assert methods == {f"EngineCore.{name}" for name in watch.AROUND} | {"BlockPool.reset_prefix_cache"}
 
 
 @pytest.mark.parametrize("version", WATCHED)
 def test_wrapped_methods_are_called_as_known(version: str) -> None:
-    """By the names and places of their parameters that Pillion's wrappers rest on."""
+    """Pillion's wrappers rely on the names and places of these parameters."""
     first = {name: parameters[0][0] for name, parameters in WATCHED[version].items() if parameters and "." in name}
     assert first["EngineCore.collective_rpc"] == "method"
     assert first["EngineCore.add_lora"] == "lora_request"
@@ -144,7 +145,7 @@ def test_wrapped_methods_are_called_as_known(version: str) -> None:
 
 @pytest.mark.parametrize("version", WATCHED)
 def test_the_wrapped_hasher_is_made_as_vllm_makes_it(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By place or by name."""
+    """vLLM passes its arguments by position or by name."""
     core = importlib.import_module("vllm.v1.engine.core")
     monkeypatch.setattr(core, "get_request_block_hasher", core.get_request_block_hasher)
     vllm_compat.wrap_next_block_hasher(lambda vllms, *block: vllms)
@@ -167,5 +168,5 @@ def test_the_wrapped_hasher_is_made_as_vllm_makes_it(version: str, monkeypatch: 
     ],
 )
 def test_the_comparison_itself(ours: Parameters, theirs: Parameters, fits: bool) -> None:
-    """The rule that the other tests rest on."""
+    """The other tests rely on this rule."""
     assert _accepts(ours, theirs) is fits

@@ -1,4 +1,4 @@
-"""Where hits were found: Pillion's counts of tokens are vLLM's, also where requests ask again until there is room for them."""
+"""Sources of hits: Pillion's counts of tokens are vLLM's, also for requests asked again until there is room for them."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from stage import RESET, Stage, block_count, generate, hit_tokens, metrics, peer
 
 from testkit import sidecar
 
-# vLLM counts hits in what both of its schedulers share.
+# Both schedulers of vLLM share the code for counts of hits.
 pytestmark = pytest.mark.parametrize("stage", ["async-scheduler"], indirect=True)
 
 PROMPTS = [prompt_of(tokens, seed) for seed, tokens in enumerate((700, 333, 470, 290))]
 STORED = block_count(PROMPTS, 1)
 HIT = sum(hit_tokens(len(prompt)) for prompt in PROMPTS)
 ASK = generate(PROMPTS, 1)
-# Of 32 tokens: one prompt after the other fits.
+# Blocks of 32 tokens: one prompt after the other fits.
 BLOCKS = 30
 
 
 @contextlib.contextmanager
 def kept(stage: Stage, **more: Any) -> Iterator[sidecar.Sidecar]:
-    """A sidecar in which every block of the prompts has been saved."""
+    """A sidecar with every block of the prompts saved."""
     with sidecar.serving(stage.directory, anonymous=True, **more) as keeper:
         stage.play([ASK, wait_saved(STORED)], pillion(keeper.socket, "auto"), metrics=metrics(keeper))
         yield keeper
 
 
 def expect_found(stage: Stage, started: Callable[[], contextlib.AbstractContextManager[sidecar.Sidecar]], first: str) -> None:
-    """The prompts are found at `first`, and then in memory, by both counts. A sidecar that `first` was too slow for, since
-    a query waits for 2 s, is followed by another one."""
+    """The prompts are found at `first`, and then in memory, by both counts. If `first` was too slow for a query, which waits
+    for 2 s, another sidecar is tried."""
     for _ in range(2):
         with started() as keeper:
             (results,) = stage.play([ASK, RESET, ASK], pillion(keeper.socket, "auto"), metrics=metrics(keeper), blocks=BLOCKS)
@@ -45,7 +45,7 @@ def expect_found(stage: Stage, started: Callable[[], contextlib.AbstractContextM
 
 
 def test_hits_of_a_disk(stage: Stage) -> None:
-    """A sidecar finds what the one before it has written; what it has read is in memory for the next request."""
+    """A sidecar finds the blocks written by the one before; blocks read from the disk are in memory for the next request."""
     disk = stage.directory / "disk"
     disk.mkdir()
     with kept(stage, ssd=(f"{disk}:64MiB:create",)) as keeper:
@@ -61,7 +61,7 @@ def test_hits_of_a_disk(stage: Stage) -> None:
 
 
 def test_hits_of_a_peer(stage: Stage) -> None:
-    """The same of another pod's sidecar."""
+    """The same for another pod's sidecar."""
     here, there = peers()
     (stage.directory / "there").mkdir()
 

@@ -1,4 +1,4 @@
-"""What an engine gets of Pillion reaches vLLM's metrics and its log, through the classes by which vLLM itself hands it on."""
+"""The engine's state at Pillion reaches vLLM's metrics and its log, through vLLM's own classes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LABELS = {"model_name": "tiny", "engine": "1"}
 
 
 class Played:
-    """A connector over a policy that is played, and vLLM's front end."""
+    """A connector over a played policy, and vLLM's front end."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         role, self.policy = roles.scheduler(monkeypatch)
@@ -35,8 +35,8 @@ class Played:
         self.logging = KVConnectorLogging(transfer)
 
     def step(self, state: str = "serving", **counted: tuple[int, ...]) -> bool:
-        """The end of a step, as vLLM's scheduler and front end go through it; whether anything was reported. The policy has
-        `counted` since the step before."""
+        """Plays the end of a step, as vLLM's scheduler and front end do; true if anything was reported. `counted` are the
+        policy's counts since the step before."""
         self.policy.state, self.policy.answers = state, roles.ANSWERS | counted
         report = self.connector.get_kv_connector_stats()
         if report is None or report.is_empty():
@@ -46,28 +46,28 @@ class Played:
         return True
 
     def shown(self) -> list[str]:
-        """States whose gauge is 1."""
+        """The states with a gauge of 1."""
         value = {state: REGISTRY.get_sample_value("vllm:pillion_engine_state", {**LABELS, "state": state}) for state in STATES}
         return [state for state in STATES if value[state] == 1]
 
 
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """As vLLM does before it makes metrics anew."""
+    """A played engine without metrics of earlier tests, as in a new vLLM."""
     unregister_vllm_metrics()
     yield Played(monkeypatch)
     unregister_vllm_metrics()
 
 
 def test_a_sidecar_that_comes_and_goes_is_seen_in_the_engines_metrics(played: Played) -> None:
-    """Each change once, and the state is the last one's alone."""
+    """Each change is reported once, and only the last state counts."""
     for state in ("away", "unbound", "serving", "away"):
         assert played.step(state) and played.shown() == [state]
         assert not played.step(state), "nothing has changed"
 
 
 def test_an_engine_that_stays_out_says_why(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the metrics and in the line that vLLM logs of its connectors."""
+    """The reason is in the metrics and in the line that vLLM logs of its connectors."""
     monkeypatch.setattr("pillion.connector.logger.error", lambda text, *parts: None)
     assert played.step()
     played.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): RankState("no room in /dev/shm: raise --shm-size")})
@@ -96,7 +96,7 @@ def test_the_later_state_counts_and_what_both_counted() -> None:
 
 
 def test_tokens_of_hits_are_counted_once(played: Played) -> None:
-    """By where they were found; and from the start, so that a rate sees the first of them."""
+    """They are counted by source; and from the start, so a rate includes the first of them."""
 
     def shown(source: str) -> float | None:
         return REGISTRY.get_sample_value("vllm:pillion_hit_tokens_total", {**LABELS, "source": source})
@@ -107,7 +107,7 @@ def test_tokens_of_hits_are_counted_once(played: Played) -> None:
 
 
 def test_what_becomes_of_records_is_counted(played: Played) -> None:
-    """From the start, too."""
+    """They are counted from the start, too."""
 
     def shown(end: str) -> float | None:
         return REGISTRY.get_sample_value("vllm:pillion_records_total", {**LABELS, "end": end})
@@ -118,14 +118,14 @@ def test_what_becomes_of_records_is_counted(played: Played) -> None:
 
 
 def test_ranks_report_nothing(played: Played) -> None:
-    """The scheduler role speaks for its engine."""
+    """The scheduler role reports for its engine."""
     played.connector._role, played.connector._scheduler = KVConnectorRole.WORKER, None
     assert not played.step()
 
 
 @pytest.mark.parametrize("name", UNKEPT)
 def test_what_is_not_kept_is_counted(played: Played, name: str) -> None:
-    """From the start, so that a rate sees the first of them."""
+    """They are counted from the start, so a rate includes the first of them."""
     metric = f"vllm:pillion_{name}_total"
     assert REGISTRY.get_sample_value(metric, LABELS) == 0
     for number in (3, 2):

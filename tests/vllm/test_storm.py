@@ -13,20 +13,20 @@ from testkit import sidecar
 
 # Plays of each test, more of them in `make test-long`; no two tests play the same seed.
 PLAYS = int(os.environ.get("PLAYS", "4"))
-# Seeds of an engine. It plays more of them than it must, until it has loaded: new weights void what was saved, and what vLLM's
-# cache keeps beyond them is not saved again.
+# Seeds of an engine. It plays more of them than it must, until it has loaded: new weights void saved blocks, and vLLM's cache
+# keeps blocks beyond a change without saving them again.
 SEEDS = 1_000
 STEPS = 60
-# Steps of several cache groups, of all tests together, and those after which another engine goes on.
+# Steps of several cache groups, of all tests together, and the number after which another engine goes on.
 SET_STEPS, SET_STEPS_OF_ENGINE = int(os.environ.get("SET_STEPS", "15000")), 4_000
 CHANCES = {"arrive": 0.4, "abort": 0.06, "reset": 0.03, "replace_weights": 0.02}
-# Of plays in which steps fail too: a step that fails ends every request.
+# The chance in plays with failing steps: a failed step ends every request.
 FAIL = 0.06
-# A frozen sidecar costs an engine whose loads it copies two seconds a load, the deadline.
+# With copies by the sidecar, a freeze costs an engine two seconds a load, the deadline.
 FREEZE = {"engine": 0.03, "sidecar": 0.002}
-# Every other hit is checked: what is kept must be what the engine computes.
+# Every other hit is checked: kept blocks must equal the engine's computed ones.
 SETTINGS = {"pillion.query_timeout_us": 20_000, "pillion.check_every": 1}
-# What a check computes may be gone before it is compared: then more is played.
+# Checked blocks may be gone before the comparison: then more is played.
 ROUNDS_MAX = 4
 
 
@@ -38,7 +38,7 @@ PATHS = [
 ]
 # With windows vLLM frees blocks while requests run. Every load is asynchronous there.
 PATHS += [("sync", "engine", "window"), ("auto", "sidecar", "window-drafts")]
-# Windows beside full attention, in groups that have their blocks of one pool.
+# Windows beside full attention, in groups with blocks of one pool.
 PATHS += [("auto", "engine", "set-drafts"), ("auto", "sidecar", "set"), ("auto", "engine", "set-of-sizes")]
 # A drafter's KV beside windows: vLLM drops a block of its own hits.
 PATHS += [("auto", "engine", "set-eagle")]
@@ -46,7 +46,7 @@ PATHS += [("auto", "engine", "set-eagle")]
 PATHS += [("auto", "engine", "mixed"), ("auto", "sidecar", "mixed"), ("auto", "engine", "mixed-drafts")]
 # The same, with hits within blocks.
 PATHS += [("auto", "engine", "mixed-within"), ("auto", "sidecar", "mixed-within")]
-# Blocks of the engine are few enough that it preempts.
+# So few blocks that the engine preempts.
 KINDS: dict[str, dict[str, Any]] = {
     "full": {"kind": "full", "blocks": 24},
     "window": {"kind": "window", "window": 50, "blocks": 24},
@@ -61,12 +61,12 @@ KINDS["set-eagle"] = KINDS["set-drafts"] | {"drafter": "eagle"}
 SETS = ("set", "mixed")
 SET_TESTS = sum(KINDS[kind]["kind"] in SETS for _, _, kind in PATHS) * len(RELEASES) * len(SCHEDULERS)
 ALONE = "PILLION_SEED" in os.environ
-# What is counted of an engine's plays.
+# The counts of an engine's plays.
 COUNTED = ("steps", "hits", "preemptions", "crossings", "null_blocks", "failed_steps")
 
 
 def _first_seed(stage: Stage, path: tuple[str, str, str]) -> int:
-    """PILLION_SEED=n plays one alone, to look at a failure again."""
+    """PILLION_SEED=n plays one seed alone, to look at a failure again."""
     if ALONE:
         return int(os.environ["PILLION_SEED"])
     number = (RELEASES.index(stage.release) * 2 + stage.async_scheduling) * len(PATHS) + PATHS.index(path)
@@ -85,8 +85,8 @@ def test_random_plays(stage: Stage, load: str, copy: str, kind: str) -> None:
 @pytest.mark.supports("failed-steps", "priority", "async-scheduling")
 @pytest.mark.parametrize(("load", "copy", "kind"), PATHS)
 def test_random_plays_with_steps_that_fail(stage: Stage, load: str, copy: str, kind: str) -> None:
-    """Steps that are skipped, that raise and that are refused, and preemption by priority: vLLM lists blocks that no step
-    filled, and computes upon them. What is kept is right all the same."""
+    """Steps that are skipped, that raise and that are refused, and preemption by priority: vLLM lists blocks without a step
+    that fills them, and computes upon them. Kept blocks are still right."""
     total = _play(stage, (load, copy, kind), 0, {"fail": FAIL}, policy="priority")
     assert ALONE or total["failed_steps"] > 0
 
@@ -94,7 +94,7 @@ def test_random_plays_with_steps_that_fail(stage: Stage, load: str, copy: str, k
 def _play(
     stage: Stage, path: tuple[str, str, str], least: int, more: dict[str, float] | None = None, **scenario: Any
 ) -> Counter[str]:
-    """Plays of a path, so many steps at least, with more chances; what was counted."""
+    """Plays a path for at least so many steps, with more chances; the counts."""
     load, copy, kind = path
     several = KINDS[kind]["kind"] in SETS
     chances = CHANCES | {"freeze": FREEZE[copy]} | (more or {})
@@ -104,7 +104,7 @@ def _play(
     total: Counter[str] = Counter()
     rounds, most = 0, 0 if several or ALONE else ROUNDS_MAX
     first = _first_seed(stage, path)
-    # Smaller than what the plays save: the sidecar evicts too.
+    # Smaller than the saves of the plays: the sidecar evicts too.
     with sidecar.serving(stage.directory, dram="8MiB") as keeper:
         (connector,) = by_load(keeper, load, **SETTINGS, **{"pillion.copy": copy})
         while total["steps"] < max(least, 1) or (rounds < most and not keeper.metrics()["pillion_checks_total"]):

@@ -1,4 +1,4 @@
-"""What is seen of an engine core whose methods are called from outside. That vLLM's own is such a one: test_signatures."""
+"""Calls of an engine core's methods from outside are noticed. vLLM's own core has these methods: see test_signatures."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ Call = Callable[[Any], object]
 
 
 class Watcher:
-    """Writes down what it is told, and whether an update goes on then."""
+    """Records its calls, and whether an update goes on."""
 
     def __init__(self) -> None:
         self.updating = False
         self.told: list[Any] = []
 
     def weights_may_have_changed(self) -> None:
-        """Told."""
+        """Records the call."""
         self.told.append("weights")
 
     def adapter_loads(self, request: Any) -> None:
-        """Told."""
+        """Records the call."""
         self.told.append(("loads", request))
 
     def adapter_removed(self, number: int) -> None:
-        """Told."""
+        """Records the call."""
         self.told.append(("removed", number))
 
 
@@ -38,11 +38,11 @@ class Failed(Exception):
 
 
 def make_core() -> tuple[type, list[Any]]:
-    """A class with the methods of vLLM's, and what reached them."""
+    """A class with the methods of vLLM's engine core, and a list of its calls."""
     reached: list[Any] = []
 
     class Core:
-        """Does what it is called."""
+        """Records the calls and answers them."""
 
         def collective_rpc(
             self, method: Any, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -74,7 +74,7 @@ def make_core() -> tuple[type, list[Any]]:
 
 @pytest.fixture
 def core() -> tuple[Any, Watcher, list[Any]]:
-    """An engine core, who watches it, and what was reached."""
+    """An engine core, its watcher, and the core's calls."""
     kind, reached = make_core()
     watcher: Any = Watcher()
     watch.engine_core(kind, watcher)
@@ -97,7 +97,8 @@ def core() -> tuple[Any, Watcher, list[Any]]:
     ],
 )
 def test_what_is_told(core: tuple[Any, Watcher, list[Any]], call: Call, told: list[Any]) -> None:
-    """Whatever is not known to change nothing may change the weights; every call arrives as it was made, and answers."""
+    """Each method may change the weights, except the known harmless ones; every call arrives unchanged, and so does its
+    answer."""
     engine, watcher, reached = core
     plain, plainly = make_core()
     # A function equals itself alone.
@@ -106,7 +107,8 @@ def test_what_is_told(core: tuple[Any, Watcher, list[Any]], call: Call, told: li
 
 
 def test_told_before_and_after(core: tuple[Any, Watcher, list[Any]]) -> None:
-    """Before, since the KV memory may go; after, since only then the weights are what they are. Also when it failed."""
+    """It is called before, since the KV memory may go, and after, since only then the new weights are complete. Also after a
+    failure."""
     engine, watcher, _ = core
     known_before: list[int] = []
 
@@ -121,7 +123,7 @@ def test_told_before_and_after(core: tuple[Any, Watcher, list[Any]]) -> None:
 
 
 def test_an_update_lasts_from_its_begin_to_its_end(core: tuple[Any, Watcher, list[Any]]) -> None:
-    """vLLM ends one whose chunk failed; one that could not begin or end leaves things as they were."""
+    """vLLM ends an update with a failed chunk; a failed begin or end changes nothing."""
     engine, watcher, _ = core
     for begin in watch.UPDATE_BEGINS:
         engine.collective_rpc(begin)
@@ -146,7 +148,7 @@ def test_an_update_lasts_from_its_begin_to_its_end(core: tuple[Any, Watcher, lis
 
 
 def test_a_class_is_wrapped_once(core: tuple[Any, Watcher, list[Any]]) -> None:
-    """However many engines there were; who is gone is told nothing, and vLLM reads the signatures that it knows."""
+    """A second engine wraps nothing again; a watcher that has gone gets no call, and vLLM reads its own signatures."""
     engine, watcher, _ = core
     watch.engine_core(type(engine), cast(Any, Watcher()))
     engine.collective_rpc("reload_weights")
@@ -157,15 +159,15 @@ def test_a_class_is_wrapped_once(core: tuple[Any, Watcher, list[Any]]) -> None:
 
 
 def test_resets_of_one_pool() -> None:
-    """Told whether vLLM could carry it out or not, of this pool alone."""
+    """The watcher is called after a reset that vLLM refused, too, and for this pool alone."""
 
     class Pool:
-        """As vLLM's."""
+        """A pool with the reset of vLLM's pool."""
 
         answer: Any = True
 
         def reset_prefix_cache(self) -> bool:
-            """Resets, or does not."""
+            """Resets, refuses or raises."""
             if self.answer is None:
                 raise Failed
             return bool(self.answer)

@@ -1,8 +1,8 @@
 //! The index at 10 million keys: bytes a key, look-ups a second, and eviction at 1 and 10 million.
 //!
-//! Keys are drawn uniformly at random over all, hits and misses mixed evenly, in batches of 512, on one core. No block
-//! memory exists: the tier only decides. What the machine's memory takes at least for as many random reads is told beside.
-//! The last line is JSON.
+//! Keys are drawn uniformly at random over all, hits and misses mixed evenly, in batches of 512, on one core.
+//! No block memory exists: the tier only decides. The bench also measures the least time of as many random
+//! reads in this machine's memory. The last line is JSON.
 
 #![expect(clippy::print_stdout, reason = "a bench reports")]
 #![expect(clippy::disallowed_methods, reason = "a bench reads the clock")]
@@ -30,7 +30,7 @@ fn hash(number: u64) -> BlockHash {
     BlockHash::from_words([random.next(), random.next(), random.next(), random.next()])
 }
 
-/// As much as a core loads at once, and as a block's entry or a bucket of the index takes.
+/// A cache line: the size of a core's load, of a block's entry and of a bucket of the index.
 #[repr(C, align(64))]
 #[derive(Copy, Clone)]
 struct Line([u64; 8]);
@@ -62,7 +62,8 @@ fn full(keys: u64) -> (Dram, u64) {
     (dram, keys)
 }
 
-/// Nanoseconds of a filling that evicts, one in a hundred blocks replaced, and how many were evicted for each.
+/// Returns the nanoseconds of a filling with an eviction, one in a hundred blocks replaced, and the number of
+/// evictions for each.
 fn evict(dram: &mut Dram, keys: u64, from: u64) -> (f64, f64) {
     let before = dram.stats().evicted_blocks_total;
     let count = keys / 100;
@@ -86,8 +87,8 @@ fn lease(dram: &mut Dram, keys: u64) -> usize {
     leased
 }
 
-/// Look-ups a second of `hashes` in batches of [`BATCH`], and the hits among them. The best of five passes: the
-/// machine is shared.
+/// Returns the look-ups a second of `hashes` in batches of [`BATCH`], and the hits among them. The best of
+/// five passes: the machine is shared.
 fn lookups(dram: &mut Dram, hashes: &[BlockHash]) -> (f64, f64, usize) {
     let mut found = Vec::with_capacity(BATCH);
     let (mut rates, mut hits) = (Vec::new(), 0);
@@ -110,7 +111,7 @@ fn median(mut times: Vec<f64>) -> f64 {
     times[times.len() / 2]
 }
 
-/// What it returns, and how many microseconds it took.
+/// Returns the work's result, and its microseconds.
 fn timed<T>(work: impl FnOnce() -> T) -> (T, f64) {
     let start = Instant::now();
     let result = work();
@@ -141,13 +142,13 @@ fn grant_us(dram: &mut Dram, hits: &[BlockHash], count: usize) -> f64 {
     median(hits.chunks_exact(count).map(grant).collect())
 }
 
-/// Microseconds in which a chain of `count` blocks, kept in this order, is used for the first time, in which it is used again, and
-/// in which a request with it ends: medians.
+/// Microseconds of the first use of a chain of `count` blocks, kept in this order, of its second use, and of
+/// the end of a request with it: medians.
 fn touch_us(dram: &mut Dram, keys: u64, count: u64) -> [f64; 3] {
     let mut times = [const { Vec::new() }; 3];
     for first in (0..keys - count).step_by((keys / 200) as usize) {
         let chain: Vec<BlockHash> = (first..first + count).map(hash).collect();
-        // The first time, index and entries are in no cache.
+        // For the first time, index and entries are in no cache.
         for times in &mut times[..2] {
             times.push(timed(|| dram.use_run(NAMESPACE, &chain)).1);
         }
@@ -156,17 +157,18 @@ fn touch_us(dram: &mut Dram, keys: u64, count: u64) -> [f64; 3] {
     times.map(median)
 }
 
-/// The same of blocks that lie anywhere, each run of them used once.
+/// The same for blocks at random places, each run of them used once.
 fn touch_random_us(dram: &mut Dram, hits: &[BlockHash]) -> f64 {
     median(hits.chunks_exact(BATCH).map(|run| timed(|| dram.use_run(NAMESPACE, run)).1).collect())
 }
 
-/// Microseconds of 512 reads of random lines in a table as large as the entries of `keys` blocks, and of as many pairs of reads, the
-/// first of a table as large as the index, which says where the second one is: medians. No code that finds random blocks takes less.
+/// Microseconds of 512 reads of random lines in a table as large as the entries of `keys` blocks. Then the
+/// same of as many pairs of reads: the first, of a table as large as the index, gives the place of the
+/// second. Medians. No code for random blocks takes less.
 fn floor_us(random: &mut Random, keys: u64) -> [f64; 2] {
     let mut table =
         |lines: u64| -> Vec<Line> { (0..lines).map(|_| Line([random.next() % keys; 8])).collect() };
-    // Three of four words of an index of 8 bytes a word are used, at most.
+    // At most three of four words of an index of 8 bytes a word are used.
     let (entries, index) = (table(keys), table(keys / 6));
     let [mut one, mut two] = [const { Vec::new() }; 2];
     for _ in 0..400 {
@@ -186,7 +188,7 @@ fn main() {
     let (evict_ns_1m, evicted_1m) = evict(&mut few, few_keys, 1 << 41);
     drop(few);
 
-    // What the look-ups draw is made before the index is, so that it is in neither RSS reading twice.
+    // The hashes of the look-ups are made before the index, so neither RSS reading has them twice.
     let slots = u64::from(shm_protocol::pool::slot_count(SEGMENT_BYTES, BLOCK_BYTES).expect("fits"));
     let keys_wanted = KEYS.div_ceil(slots) * slots;
     let draw = |random: &mut Random, range: u64, base: u64| hash(base + random.next() % range);
@@ -213,7 +215,7 @@ fn main() {
     let leased = lease(&mut dram, keys);
     evict(&mut dram, keys, 1 << 40);
     let (evict_ns_10m, evicted_10m) = evict(&mut dram, keys, 1 << 41);
-    // Neighbours in their list since then, and nothing of them is in a cache any more.
+    // Neighbours in their list since then, and none of them is in a cache any more.
     let touch_512_scattered_us = touch_random_us(&mut dram, &others);
     let all = (rss_bytes() - before) as f64 / keys as f64;
     drop(dram);

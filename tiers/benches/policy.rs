@@ -1,25 +1,30 @@
-//! Hit ratios of the tier's eviction policy beside LRU's. The tier is the real one, filled as the sidecar fills it; LRU lives
-//! here alone. No block memory exists. The last line is JSON.
+//! Hit ratios of the tier's eviction policy beside those of LRU. The tier is the real one, filled as the
+//! sidecar fills it; LRU lives here alone. No block memory exists. The last line is JSON.
 //!
-//! Arguments: `NAME FILE` replays a trace, a line for each request (`benches/policy.py` makes it), in rooms of several sizes,
-//! also behind a GPU's cache (`NAME_gpu_`) and with prompts computed in steps (`NAME_chunked_`), beside a
-//! clairvoyant. `generated` adds traces with several seeds, and says least, median and most:
+//! Arguments: `NAME FILE` replays a trace, a line for each request (`benches/policy.py` makes it), in rooms
+//! of several sizes, also behind a GPU's cache (`NAME_gpu_`) and with prompts computed in steps
+//! (`NAME_chunked_`), beside a clairvoyant. `generated` adds traces with several seeds, and prints least,
+//! median and most:
 //!
-//! - `zipf`: single blocks out of 100,000, asked for with probability 1/rank^0.9; room for 1 % or 10 % of them.
-//! - `turns`: conversations. Each begins with one of 32 system prompts (32 to 128 blocks, the n-th 1/n as often as the first)
-//!   and asks 1 to 12 times, every time for all before it and 4 to 40 blocks more. 600 are open at a time, each as likely to be
-//!   next. Room for a tenth or a half of what they hold.
-//! - `scan`: `turns`, and every eighth request is a document of 512 blocks that nobody asks for again.
+//! - `zipf`: single blocks out of 100,000, requested with probability 1/rank^0.9; room for 1 % or 10 % of
+//!   them.
+//! - `turns`: conversations. Each begins with one of 32 system prompts (32 to 128 blocks, the n-th 1/n as
+//!   often as the first) and makes 1 to 12 requests, each for all earlier blocks and 4 to 40 blocks more. 600
+//!   are open at a time, each as likely to be next. Room for a tenth or a half of their blocks.
+//! - `scan`: `turns`, and every eighth request is a document of 512 blocks, never requested again.
 //!
-//! `disk FILE` replays a trace, and `turns`, in DRAM with a disk of three times its room, beside LRU and a clairvoyant of the room
-//! of both. `written` is the bytes that the disk took by the bytes asked for.
+//! `disk FILE` replays a trace, and `turns`, in DRAM with a disk of three times its room, beside LRU and a
+//! clairvoyant of the room of both. `written` is the bytes written to the disk by the bytes of all requested
+//! blocks.
 //!
-//! `shared FILE` replays a trace in rooms that two namespaces share, one with a quota, and in two pods that read from each other.
+//! `shared FILE` replays a trace in rooms shared by two namespaces, one with a quota, and in two pods with
+//! reads from each other.
 //!
-//! `forecast FILE` replays a trace, and `turns`, and says how far what is foretold of a half, of two and of four times the room is from
-//! what they find.
+//! `forecast FILE` replays a trace, and `turns`, and prints the difference between the forecast for a half,
+//! for two and for four times the room and the real share.
 //!
-//! A ratio is blocks found in leading runs by blocks asked for, the first quarter of the requests not counted.
+//! A ratio is blocks found in leading runs by blocks requested, the first quarter of the requests not
+//! counted.
 
 #![expect(clippy::print_stdout, reason = "a bench reports")]
 
@@ -84,7 +89,8 @@ fn zipf(seed: u64) -> Vec<Request> {
     (0..ZIPF_REQUESTS).map(|_| vec![blocks[ranks.draw(&mut random)]].into()).collect()
 }
 
-/// Turns of conversations, every `scan`-th request a document instead; and the blocks that open conversations hold.
+/// Turns of conversations, every `scan`-th request a document instead; and the number of blocks of open
+/// conversations.
 fn turns(seed: u64, scan: Option<usize>) -> (Vec<Request>, usize) {
     let mut random = Random(seed ^ 0x7475_726e);
     let prompts: Vec<Chain> = (0..PROMPTS)
@@ -157,7 +163,7 @@ fn generated() -> Vec<String> {
 }
 
 fn main() {
-    // Cargo adds an option of its own.
+    // Cargo adds this option.
     let mut arguments = std::env::args().skip(1).filter(|argument| argument != "--bench");
     let mut cells = Vec::new();
     while let Some(argument) = arguments.next() {

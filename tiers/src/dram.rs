@@ -1,8 +1,9 @@
-//! The DRAM tier's decisions: which block lies in which slot, which goes, who may read. Pure: no memory, no clock.
+//! The DRAM tier's decisions: the slot of each block, the next eviction, the leases. Pure: no memory, no
+//! clock.
 //!
-//! The caller carries decisions out on the pool's memory, in this order after every [`Dram::begin_fill`]: mark the slots
-//! of [`Dram::drain_evicted`] free, write the segment headers of [`Dram::drain_assigned`], then fill the slot. After a removal, keep
-//! later lives from the slots of [`Dram::drain_disowned`].
+//! The caller carries decisions out on the pool's memory, in this order after every [`Dram::begin_fill`]:
+//! mark the slots of [`Dram::drain_evicted`] free, write the segment headers of [`Dram::drain_assigned`],
+//! then fill the slot. After a removal, keep later lives from the slots of [`Dram::drain_disowned`].
 
 mod adoption;
 mod below;
@@ -41,11 +42,11 @@ pub use crate::quota::QuotaId;
 use crate::slab::Slab;
 use crate::watch::Watch;
 
-/// A pool of `POOL_SEGMENTS` segments wastes at most 1/32 of its bytes on a block size that is used once.
+/// With this number of segments a pool wastes at most 1/32 of its bytes on a block size used once.
 const POOL_SEGMENTS: u64 = 32;
-/// The smallest segment by default: holds the blocks of common models (up to 4 MiB less a page).
+/// The smallest default segment: it holds the blocks of common models (up to 4 MiB less a page).
 const SEGMENT_BYTES_DEFAULT_MIN: u64 = 4 << 20;
-/// The largest segment by default: its header area costs less than a thousandth.
+/// The largest default segment: its header area costs less than a thousandth.
 const SEGMENT_BYTES_DEFAULT_MAX: u64 = 256 << 20;
 
 /// Sizes of a DRAM tier.
@@ -55,11 +56,11 @@ pub struct Config {
     pub pool_bytes: u64,
     /// Bytes of a segment, a power of two; [`segment_bytes_for`] chooses one.
     pub segment_bytes: u64,
-    /// Milliseconds a lease lives unless it is renewed or promised.
+    /// Life of a lease in milliseconds, unless it is renewed or promised.
     pub lease_ttl_ms: u64,
 }
 
-/// A segment whose header must be written before any slot of it is filled.
+/// A segment newly assigned to a block size: its header must be written before any slot of it is filled.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct Assigned {
     pub segment: u64,
@@ -67,12 +68,12 @@ pub struct Assigned {
     pub block_bytes: u64,
 }
 
-/// How full the tier is and what it has done.
+/// The tier's fill level and its counters.
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
 pub struct Stats {
     pub blocks: u64,
     pub filling: u64,
-    /// Bytes of committed blocks, of those being filled and of those to be verified.
+    /// Bytes of blocks: committed, being filled, and to be verified.
     pub bytes_used: u64,
     /// Bytes of blocks under at least one lease or hold.
     pub bytes_leased: u64,
@@ -80,18 +81,19 @@ pub struct Stats {
     pub evicted_blocks_total: u64,
     /// Blocks removed since the start because they are not trusted.
     pub removed_blocks_total: u64,
-    /// Blocks that requests which saved them anew found kept behind one that was not: no query could find them.
+    /// Kept blocks found behind a missing one by requests that saved that block again. Until then no query
+    /// could find them.
     pub unreachable_blocks_total: u64,
     pub leases: u64,
-    /// Times that a lease ended before the leading hits did, since its holder had no room for more.
+    /// Leases that ended before the leading hits did, since their holder had no room for more.
     pub leases_cut_total: u64,
     /// Segments of the pool.
     pub segments: u64,
     /// Blocks taken over from earlier lives, verified.
     pub adopted_blocks_total: u64,
-    /// Blocks of earlier lives that are still to be verified.
+    /// Blocks of earlier lives not verified yet.
     pub unverified_blocks: u64,
-    /// Slots of earlier lives that held no whole block.
+    /// Slots of earlier lives without a whole block.
     pub adoption_dropped_total: u64,
 }
 
@@ -107,22 +109,23 @@ pub struct Dram {
     hold: Hold,
     evicted: Vec<SlotRef>,
     assigned: Vec<Assigned>,
-    /// Slots of removed blocks that stay as they are for now.
+    /// Slots of removed blocks whose bytes stay for now.
     disowned: Vec<SlotRef>,
-    /// Kept between calls, so that none allocates.
+    /// Kept between calls, so no call allocates.
     chain: Vec<u32>,
     watch: Watch,
     below: Below,
     stats: Stats,
 }
 
-/// A segment size for a pool: a power of two near a 32nd of it, within 4 to 256 MiB.
+/// Returns a segment size for a pool: a power of two near a 32nd of it, within 4 to 256 MiB.
 pub fn segment_bytes_for(pool_bytes: u64) -> u64 {
     let wanted = (pool_bytes / POOL_SEGMENTS).clamp(SEGMENT_BYTES_DEFAULT_MIN, SEGMENT_BYTES_DEFAULT_MAX);
     1 << wanted.ilog2()
 }
 
-/// The least pool with segments for blocks of so many bytes, by [`segment_bytes_for`]; none: no pool has them.
+/// Returns the size of the smallest pool with segments for blocks of so many bytes, by [`segment_bytes_for`];
+/// `None` if no pool has such segments.
 pub fn pool_bytes_for(block_bytes: u64) -> Option<u64> {
     let segments = SEGMENT_BYTES_DEFAULT_MIN.ilog2()..=SEGMENT_BYTES_DEFAULT_MAX.ilog2();
     let segment_bytes =
@@ -134,16 +137,16 @@ pub fn pool_bytes_for(block_bytes: u64) -> Option<u64> {
     })
 }
 
-/// Segments of a pool, its sizes checked.
+/// Returns the number of segments of a pool; fails on invalid sizes.
 pub(crate) fn segments(pool_bytes: u64, segment_bytes: u64) -> Result<u64, Error> {
-    // A block of one byte fits every valid segment: only the segment size can be refused here.
+    // A block of one byte fits every valid segment, so this fails on a wrong segment size alone.
     Geometry::new(segment_bytes, 1)?;
     if pool_bytes > pool::POOL_BYTES_MAX {
         return Err(Error::TooLarge { bytes: pool_bytes, max: pool::POOL_BYTES_MAX });
     }
     match pool_bytes / segment_bytes {
         0 => Err(Error::TooSmall { bytes: pool_bytes, min: segment_bytes }),
-        // One segment less keeps the last entry number out of the way of "none".
+        // One segment less leaves the last entry number free, since it means "none".
         count if count * segment_bytes == pool::POOL_BYTES_MAX => Ok(count - 1),
         count => Ok(count),
     }
@@ -152,15 +155,16 @@ pub(crate) fn segments(pool_bytes: u64, segment_bytes: u64) -> Result<u64, Error
 // === impl Dram: construction and state ===
 
 impl Dram {
-    /// An empty tier, all of its segments in service.
+    /// Makes an empty tier, all of its segments in service.
     pub fn new(config: Config) -> Result<Self, Error> {
         let mut dram = Self::unopened(config, 0)?;
         (0..dram.stats.segments).for_each(|segment| dram.open_empty(segment));
         Ok(dram)
     }
 
-    /// A tier without a segment in service: each comes by [`Dram::open_empty`] or [`Dram::open_used`]. For `hold_ms`
-    /// after the last one with blocks of an earlier life, nothing is evicted and no slot of them used again.
+    /// Makes a tier without a segment in service: each comes by [`Dram::open_empty`] or [`Dram::open_used`].
+    /// For `hold_ms` after the last segment with blocks of an earlier life, no block is evicted and no slot
+    /// of such blocks reused.
     pub fn unopened(config: Config, hold_ms: u64) -> Result<Self, Error> {
         let count = segments(config.pool_bytes, config.segment_bytes)?;
         Ok(Self {
@@ -182,22 +186,23 @@ impl Dram {
         })
     }
 
-    /// The number of the next filling: every block that is there has a smaller one.
+    /// Returns the number of the next filling: every present block has a smaller one.
     pub fn generation(&self) -> u64 {
         self.generation
     }
 
-    /// Numbers further fillings from at least here: a pool that was used before says from where.
+    /// Raises the number of the next filling to at least this one, above the numbers of a pool's earlier
+    /// lives.
     pub fn raise_generation(&mut self, at_least: u64) {
         self.generation = self.generation.max(at_least);
     }
 
-    /// The sizes it was made with.
+    /// Returns the sizes given at construction.
     pub fn config(&self) -> &Config {
         &self.config
     }
 
-    /// Figures as of now.
+    /// Returns the figures as of now.
     pub fn stats(&self) -> Stats {
         Stats { leases: self.leases.len() as u64, ..self.stats }
     }
@@ -206,8 +211,9 @@ impl Dram {
 // === impl Dram: fillings ===
 
 impl Dram {
-    /// Finds a slot for a new block, evicting if it must. The slot is the caller's until [`Dram::commit`] or [`Dram::abandon`].
-    /// No access of a block that is there: [`Dram::use_run`] tells of those.
+    /// Finds a slot for a new block, evicting if necessary. The slot belongs to the caller until
+    /// [`Dram::commit`] or [`Dram::abandon`]. Fails if the block is kept or being filled, or if there is no
+    /// room. This is no access of a kept block: [`Dram::use_run`] records those.
     pub fn begin_fill(
         &mut self,
         key: BlockKey,
@@ -253,7 +259,8 @@ impl Dram {
         self.slab.slot_ref(id)
     }
 
-    /// A free entry of `class` for a holder: a free slot, else of a free segment, else one that is made free.
+    /// Returns a free entry of `class` for a holder: a free slot, otherwise one of a free segment, otherwise
+    /// one freed by an eviction.
     fn vacate(&mut self, class: usize, holder: HolderId) -> Result<u32, FillError> {
         if let Some(id) = self.slab.classes[class].free.tail() {
             return Ok(id);
@@ -271,7 +278,8 @@ impl Dram {
         self.assigned.push(Assigned { segment: segment as u64, block_bytes });
     }
 
-    /// Loads what a filling and an eviction need of a key besides an entry, and mostly has to come from memory: both at once.
+    /// Loads the words of the index and of the ghost for a filling or an eviction. Both mostly come from
+    /// memory: they are loaded together.
     fn far(&self, print: Print) -> u64 {
         self.index.home(print).load() ^ self.policy.load(print)
     }
@@ -280,14 +288,14 @@ impl Dram {
         Print::of(&self.slab.entries.get(id).key())
     }
 
-    /// Frees the slot of a committed block that no lease holds.
+    /// Frees the slot of a committed block without a lease.
     fn evict(&mut self, id: u32) {
         let entry = self.slab.entries.get(id);
         assert!(
             entry.claims.pins() == 0 && entry.state() == State::Committed,
             "only an unleased, whole block is evicted"
         );
-        // Most likely the entry ahead of it goes next.
+        // The entry ahead of it most likely goes next.
         let next = self.slab.entries.get_or_vacant(entry.link.previous).generation;
         black_box(self.far(self.print(id)) ^ next);
         self.watch.note(entry.key(), false);
@@ -300,7 +308,7 @@ impl Dram {
         self.policy.evicted(print, self.slab.slots());
     }
 
-    /// Takes an entry out of the index and its slot into the free list.
+    /// Takes an entry out of the index, and puts its slot into the free list.
     fn vacated(&mut self, id: u32, bytes: u64) -> Print {
         let print = self.unindexed(id);
         self.free(id, bytes);
@@ -313,7 +321,7 @@ impl Dram {
         print
     }
 
-    /// Puts the slot of an entry that is not in the index into the free list.
+    /// Puts the slot of an entry outside of the index into the free list.
     fn free(&mut self, id: u32, bytes: u64) {
         let standing = self.slab.entries.get(id).standing;
         self.slab.entries.get_mut(id).set_state(State::Free);
@@ -326,17 +334,19 @@ impl Dram {
         self.stats.bytes_used -= bytes;
     }
 
-    /// The block is whole and may be found. False if the slot is not being filled in this generation.
+    /// Ends a filling: the block is whole and may be found. Returns false if the slot is not being filled in
+    /// this generation.
     pub fn commit(&mut self, slot: SlotRef) -> bool {
         self.commit_in(slot, Parent::None)
     }
 
-    /// The same for a block with a parent: it stays no longer than that. Commit a chain from its beginning.
+    /// Does the same for a block with a parent. The block is evicted before its parent. Commit a chain from
+    /// its beginning.
     pub fn commit_behind(&mut self, slot: SlotRef, parent: &BlockKey) -> bool {
         self.commit_in(slot, self.parent(parent))
     }
 
-    /// The same for a block that is of use without its parent, where that is not there.
+    /// Does the same for a block of use without its parent, if the parent is not there.
     pub fn commit_apart(&mut self, slot: SlotRef, parent: &BlockKey) -> bool {
         let parent = match self.parent(parent) {
             Parent::Lost => Parent::None,
@@ -354,7 +364,7 @@ impl Dram {
         }
     }
 
-    /// The same for a block that came back from below, of which this was known there.
+    /// Does the same for a block back from the tier below, with its standing there.
     pub fn commit_back(&mut self, slot: SlotRef, standing: Option<Standing>) -> bool {
         self.commit_in(slot, standing.map_or(Parent::None, Parent::Below))
     }
@@ -370,7 +380,8 @@ impl Dram {
         true
     }
 
-    /// The block will not come; its slot is free again. False if the slot is not being filled in this generation.
+    /// Gives a filling up: the slot is free again. Returns false if the slot is not being filled in this
+    /// generation.
     pub fn abandon(&mut self, slot: SlotRef) -> bool {
         let Some(id) = self.end_fill(slot) else { return false };
         self.vacated(id, self.slab.block_bytes(id));
@@ -389,12 +400,13 @@ impl Dram {
         Some(id)
     }
 
-    /// Slots whose blocks were evicted since the last call: mark them free before anything else.
+    /// Returns slots of blocks evicted since the last call: mark them free before all other steps.
     pub fn drain_evicted(&mut self) -> impl Iterator<Item = SlotRef> + '_ {
         self.evicted.drain(..)
     }
 
-    /// Segments that were given to a block size since the last call: write their headers before filling a slot.
+    /// Returns segments assigned to a block size since the last call: write their headers before filling a
+    /// slot.
     pub fn drain_assigned(&mut self) -> impl Iterator<Item = Assigned> + '_ {
         self.assigned.drain(..)
     }

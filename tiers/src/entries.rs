@@ -20,12 +20,12 @@ use crate::standing::{SORTS, Standing};
 pub(crate) enum State {
     Free,
     Filling,
-    /// An earlier life's, with unverified bytes: no lookup finds it.
+    /// A block of an earlier life with unverified bytes: no lookup finds it.
     Adopted,
-    /// The same, while somebody looks at them.
+    /// The same, while its bytes are verified.
     Verifying,
     Committed,
-    /// It is not found any more; its bytes stay until nothing holds it.
+    /// Found no more; its bytes stay until its last lease or hold ends.
     Removed,
 }
 
@@ -33,7 +33,8 @@ pub(crate) enum State {
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 #[repr(u8)]
 pub(crate) enum Place {
-    /// No list: it is being filled, was leased at its eviction or removal, or is an earlier life's and not verified.
+    /// No list: the block is being filled, was leased at its eviction or removal, or is of an earlier life
+    /// and not verified.
     Detached,
     /// The free list of its class.
     Free,
@@ -125,7 +126,7 @@ impl Entry {
         self.phase.set_place(place);
     }
 
-    /// Whether the block was evicted shortly before its present stay.
+    /// True if the block was evicted shortly before its present stay.
     pub(crate) fn has_returned(&self) -> bool {
         self.phase.has_returned()
     }
@@ -134,7 +135,8 @@ impl Entry {
         self.phase.set_returned(returned);
     }
 
-    /// Kept blocks that have it as their parent, up to [`Entry::CHILDREN_MAX`], which stands for as many or more.
+    /// Returns the number of kept blocks with this one as their parent, up to [`Entry::CHILDREN_MAX`] for
+    /// that many or more.
     pub(crate) fn children(&self) -> u8 {
         self.phase.children()
     }
@@ -151,7 +153,7 @@ impl Entry {
 
     #[inline]
     pub(crate) fn is_committed_as(&self, namespace: u32, group: u32, hash: &BlockHash) -> bool {
-        // A key made of these would be copied first.
+        // A key made of these fields would be copied first.
         self.is_committed()
             & (self.namespace == namespace)
             & (u32::from(self.group) == group)
@@ -185,37 +187,37 @@ impl<T: Clone> Tables<T> {
         (segment as u32) << self.shift | slot as u32
     }
 
-    /// The entry `id`. Panics without one.
+    /// Returns the entry `id`. Panics if there is none.
     #[inline]
     pub(crate) fn get(&self, id: u32) -> &T {
         let (segment, slot) = self.split(id);
         &self.tables[segment][slot]
     }
 
-    /// The entry `id`. Panics without one.
+    /// Returns the entry `id`. Panics if there is none.
     #[inline]
     pub(crate) fn get_mut(&mut self, id: u32) -> &mut T {
         let (segment, slot) = self.split(id);
         &mut self.tables[segment][slot]
     }
 
-    /// The segment of entry `id`.
+    /// Returns the segment of entry `id`.
     #[inline]
     pub(crate) fn segment(&self, id: u32) -> usize {
         self.split(id).0
     }
 
-    /// A segment's entries, if there is such a segment.
+    /// Returns a segment's entries, if there is such a segment.
     pub(crate) fn get_table(&self, segment: usize) -> Option<&[T]> {
         self.tables.get(segment).map(|table| &**table)
     }
 
-    /// A segment's entries, none before it is assigned.
+    /// Returns a segment's entries, none before it is assigned.
     pub(crate) fn of(&self, segment: usize) -> &[T] {
         &self.tables[segment]
     }
 
-    /// Numbers of a segment's entries.
+    /// Returns the numbers of a segment's entries.
     pub(crate) fn of_segment(&self, segment: usize) -> std::ops::Range<u32> {
         let first = self.join(segment, 0);
         first..first + self.tables[segment].len() as u32
@@ -223,7 +225,7 @@ impl<T: Clone> Tables<T> {
 }
 
 impl Entries {
-    /// The entry `id`, or a vacant one where there is none.
+    /// Returns the entry `id`, or a vacant one if there is none.
     #[inline]
     pub(crate) fn get_or_vacant(&self, id: u32) -> &Entry {
         let (segment, slot) = self.split(id);
@@ -240,7 +242,7 @@ impl Links for Entries {
 // === impl Queues ===
 
 impl Queues {
-    /// The list of an entry's place, holder and sort.
+    /// Returns the list of an entry's place, holder and sort.
     pub(crate) fn list(&mut self, entry: &Entry) -> Option<&mut List> {
         let kept = entry.list_place() == Place::Kept;
         kept.then(|| self.of_sort(entry.claims.holder(), entry.standing.sort().index()))
@@ -253,12 +255,12 @@ impl Queues {
         &mut self.0[holder.index()][sort]
     }
 
-    /// The holders of all blocks, present and past.
+    /// Returns the holders of all blocks, present and past.
     pub(crate) fn holders(&self) -> impl Iterator<Item = HolderId> + Clone + use<> {
         HolderId::first(self.0.len())
     }
 
-    /// The lists of one of these.
+    /// Returns the lists of one holder.
     pub(crate) fn of(&self, holder: HolderId) -> &Sorts {
         &self.0[holder.index()]
     }

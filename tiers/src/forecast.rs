@@ -1,8 +1,10 @@
-//! What a tier of another size would find: the real tier in miniature, in several sizes at once, given the same requests.
+//! Forecasts of the hits of tiers with other sizes: miniatures of the real tier in several sizes at once,
+//! with the same requests.
 //!
-//! Where the real one has more slots than a miniature may have, one block stands for several that follow each other in a chain: the
-//! last of each stride, after the first block of all, which many chains share. Chains that share a beginning share it there, too, and
-//! every request counts. A run that ends within a stride is taken to end in its middle.
+//! If the real tier has more slots than the limit of a miniature, one block stands for a stride of
+//! consecutive blocks of a chain: the last block of each stride, after the chain's first block, since many
+//! chains share that. Chains with a shared beginning share it in the miniature, too, and every request
+//! counts. A run that ends within a stride is taken to end in its middle.
 
 use std::collections::{HashSet, VecDeque};
 use std::ops::Range;
@@ -13,26 +15,26 @@ use shm_protocol::pool::{SlotRef, slot_count};
 use crate::dram::{Config, Dram, Ending, HolderId, Whose};
 use crate::index::Print;
 
-/// Halves of the real room that are tried.
+/// Sizes of the miniatures, in halves of the real room.
 const HALVES: [u64; 4] = [1, 2, 4, 8];
-/// What is tried, as the real room is 1, in the order of [`Forecast::found`].
+/// Sizes of the rooms relative to the real room, in the order of [`Forecast::found`].
 pub const ROOMS: [&str; HALVES.len() + 1] = ["0.5", "1", "2", "4", "endless"];
-/// Slots of the miniature that stands for the real room at most; all together have seven and a half times as many.
+/// Most slots of the miniature of the real room; all together have seven and a half times as many.
 pub const SLOTS_MAX: u64 = 1 << 15;
-/// Blocks that the endless room remembers, as a multiple of the slots of the real one.
+/// Blocks remembered by the endless room, as a multiple of the slots of the real one.
 const ENDLESS: u64 = 16;
-/// Five blocks to a segment, whatever a block really has.
+/// Five blocks to a segment, for any real size of blocks.
 const SEGMENT_BYTES: u64 = 2 << 20;
 const BLOCK_BYTES: u64 = 400_000;
 
-/// The miniatures of one tier, and what they have found.
+/// The miniatures of one tier, and their hits.
 #[derive(Debug)]
 pub struct Forecast {
     stride: usize,
     rooms: [Miniature; HALVES.len()],
     endless: Endless,
     asked: u64,
-    /// Twice the blocks found.
+    /// Twice the number of found blocks, so halves of strides are whole numbers.
     found: [u64; ROOMS.len()],
     /// The last block of each stride of a request; kept between calls for its capacity.
     chain: Vec<BlockHash>,
@@ -45,7 +47,7 @@ struct Miniature {
     slots: Vec<(usize, SlotRef)>,
 }
 
-/// All that was ever kept, as far as that is remembered.
+/// All blocks ever kept, as far as they are remembered.
 #[derive(Debug)]
 struct Endless {
     known: HashSet<Print>,
@@ -56,7 +58,7 @@ struct Endless {
 // === impl Forecast ===
 
 impl Forecast {
-    /// Of a tier of so many slots, by a miniature of `slots_max` at most.
+    /// Makes the forecast of a tier of so many slots, by a miniature of at most `slots_max`.
     pub fn new(slots: u64, slots_max: u64) -> Self {
         let stride = slots.div_ceil(slots_max.max(1)).max(1);
         let rooms = HALVES.map(|halves| Miniature::new((slots * halves).div_ceil(2 * stride)));
@@ -68,7 +70,7 @@ impl Forecast {
         Self { stride: stride as usize, rooms, endless, asked: 0, found: [0; ROOMS.len()], chain: Vec::new() }
     }
 
-    /// A request with these keys of a namespace is over, which had asked for those in `asked`.
+    /// Records an ended request with these keys of a namespace; its query was for those in `asked`.
     pub fn request(&mut self, namespace: u32, keys: &[BlockHash], asked: Range<usize>, ending: Ending) {
         let Some((first, rest)) = keys.split_first() else { return };
         let Self { stride, rooms, endless, found, chain, .. } = self;
@@ -78,10 +80,10 @@ impl Forecast {
         chain.extend(rest.chunks_exact(stride).map(|blocks| blocks[stride - 1]));
         let end = asked.end.min(keys.len());
         let start = asked.start.min(end);
-        // Strides that lie before what was asked for.
+        // Strides before the range of the query.
         let from = if start == 0 { 0 } else { 1 + (start - 1) / stride };
         let mut note = |room: usize, run: usize| {
-            // One for the first block alone: most of those runs end there.
+            // One for the first block alone: most such runs end there.
             let twice = match run {
                 0 => 0,
                 1 => 2,
@@ -96,12 +98,12 @@ impl Forecast {
         self.asked += (end - start) as u64;
     }
 
-    /// Blocks that requests have asked for.
+    /// Returns the number of queried blocks.
     pub fn asked(&self) -> u64 {
         self.asked
     }
 
-    /// Of those asked for, how many each of [`ROOMS`] would have found.
+    /// Returns, for each of [`ROOMS`], the number of queried blocks it would have found.
     pub fn found(&self) -> [u64; ROOMS.len()] {
         self.found.map(|twice| twice / 2)
     }
@@ -117,7 +119,8 @@ impl Miniature {
         Self { dram: Dram::new(config).expect("sizes that are fit for a pool"), slots: Vec::new() }
     }
 
-    /// Keeps a chain as the sidecar does; how far it was kept before, of which the first `from` are not asked for.
+    /// Keeps a chain as the sidecar does. Returns the length of the part kept before; the query leaves out
+    /// the first `from` blocks.
     fn request(&mut self, namespace: u32, chain: &[BlockHash], from: usize, ending: Ending) -> usize {
         let key = |at: usize| BlockKey { namespace, group: GROUP, hash: chain[at] };
         let from = from.min(chain.len());
@@ -143,7 +146,8 @@ impl Miniature {
 // === impl Endless ===
 
 impl Endless {
-    /// Remembers a chain; how far it was known before, of which the first `from` are not asked for.
+    /// Remembers a chain. Returns the length of the part known before; the query leaves out the first `from`
+    /// blocks.
     fn request(&mut self, namespace: u32, chain: &[BlockHash], from: usize) -> usize {
         let prints = || chain.iter().map(|hash| Print::new(namespace, GROUP, hash));
         let run = from + prints().skip(from).take_while(|print| self.known.contains(print)).count();

@@ -1,11 +1,11 @@
-//! What an earlier life left in a file that this one cannot go on with: it is given up whole, and the file starts empty.
+//! Files of an earlier life, unusable in this one: they are given up whole, and start empty.
 
 use std::fmt;
 
 shm_protocol::named! {
-    /// Why a pool file or a log is given up.
+    /// The cause of giving up a pool file or a log.
     pub enum Cause {
-        /// Its layout is another release's, and this release does not read it.
+        /// Another release made its layout, and this release does not read it.
         Version = "version",
         /// It was made for other sizes.
         Sizes = "sizes",
@@ -13,12 +13,12 @@ shm_protocol::named! {
         Boot = "boot",
         /// The life that wrote it ended before it was whole, or memory was taken from it since.
         Unfinished = "unfinished",
-        /// Its header is not what a sidecar writes.
+        /// No sidecar writes such a header.
         Damaged = "damaged",
     }
 }
 
-/// A file that is given up, and what an operator should know of it.
+/// A file given up, with a text for operators.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct GivenUp {
     pub cause: Cause,

@@ -1,8 +1,8 @@
-//! From a key to the number of its entry: open addressing in cache-line buckets.
+//! The map from a key to the number of its entry: open addressing in cache-line buckets.
 //!
-//! The table holds (tag, entry) words only; whoever calls compares the full key in the entry. 1,024 shards grow
-//! each on its own, by half, so that the longest stall of an insertion is the rehash of one shard (about 100,000 words,
-//! some 2 ms, at 10^8 keys), which needs no entry: a word's place follows from its tag.
+//! The table holds (tag, entry) words only; the caller compares the full key in the entry. Each of 1,024
+//! shards grows by itself, by half, so the longest stall of an insertion is the rehash of one shard (about
+//! 100,000 words, some 2 ms, at 10^8 keys). The rehash needs no entry: a word's place follows from its tag.
 
 use shm_protocol::key::{BlockHash, BlockKey};
 
@@ -26,19 +26,19 @@ const MIX: [u64; 5] = [
 #[derive(Copy, Clone, Debug, Default, Eq, Hash, PartialEq)]
 pub(crate) struct Print(u64);
 
-/// What one look at a key's home bucket says: the one entry with its tag, if any.
+/// The result of one look at a key's home bucket: the one entry with its tag, if any.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(crate) struct Glance {
     /// The entry to compare with, or [`NO_ENTRY`].
     pub(crate) entry: u32,
-    /// Several have the tag, or the key may lie in a later bucket: ask [`Index::find`].
+    /// Several entries have the tag, or the key may lie in a later bucket: call [`Index::find`].
     pub(crate) unsure: bool,
 }
 
 /// No entry has this number.
 pub(crate) const NO_ENTRY: u32 = u32::MAX;
 
-/// Words whose tags lead there, and those for which there was no room before.
+/// Words whose tags have this home, and words displaced from full buckets before it.
 #[repr(C, align(64))]
 #[derive(Copy, Clone, Debug, Default)]
 pub(crate) struct Bucket([u64; BUCKET_WORDS]);
@@ -86,13 +86,14 @@ impl Print {
         (self.0 >> SHARD_SHIFT) as usize
     }
 
-    /// Never zero, so that an unused word matches no tag. Its low bits also serve the ghost queue.
+    /// Returns the tag. It is never zero, so an unused word matches no tag. Its low bits also serve the ghost
+    /// queue.
     #[inline]
     pub(crate) fn tag(self) -> u32 {
         self.0 as u32 | 1
     }
 
-    /// The key's place in a table of so many sets.
+    /// Returns the key's place in a table of so many sets.
     #[inline]
     pub(crate) fn place(self, sets: usize) -> usize {
         home(self.tag(), sets)
@@ -123,7 +124,7 @@ impl Shard {
         if bucket + 1 == self.buckets.len() { 0 } else { bucket + 1 }
     }
 
-    /// Buckets from `from` forward to `to`, around the end.
+    /// Returns the number of buckets from `from` forward to `to`, around the end.
     fn distance(&self, from: usize, to: usize) -> usize {
         if to >= from { to - from } else { to + self.buckets.len() - from }
     }
@@ -149,7 +150,7 @@ impl Shard {
         *self = larger;
     }
 
-    /// Takes `word` out and moves words back so that no bucket on a word's way from its home has room.
+    /// Takes `word` out, and moves words back so no bucket on a word's way from its home has room.
     fn remove(&mut self, word: u64) -> bool {
         let mut at = home(tag_of(word), self.buckets.len());
         let position = loop {
@@ -195,14 +196,14 @@ impl Shard {
 impl Bucket {
     pub(crate) const NONE: &Self = &Self([0; BUCKET_WORDS]);
 
-    /// Loads one word. Where many calls follow each other, and nothing else is done, their cache misses are in flight together: a
-    /// prefetch in safe code.
+    /// Loads one word. In a loop of such calls alone, their cache misses are in flight together: a prefetch
+    /// in safe code.
     #[inline]
     pub(crate) fn load(&self) -> u64 {
         self.0[0]
     }
 
-    /// One look at a key's home, without a branch on what it holds.
+    /// Looks once at a key's home, without a branch on its content.
     #[inline]
     pub(crate) fn glance(&self, print: Print) -> Glance {
         let (mut entry, mut matches, mut unused) = (0u32, 0u32, 0u32);
@@ -227,7 +228,7 @@ impl Index {
         Self { shards: vec![Shard::new(1); SHARDS].into_boxed_slice() }
     }
 
-    /// Adds an entry under a key that is not there.
+    /// Adds an entry under a new key.
     pub(crate) fn insert(&mut self, print: Print, entry: u32) {
         debug_assert!(entry <= Self::ENTRY_MAX, "zero marks an unused word");
         let shard = &mut self.shards[print.shard()];
@@ -237,19 +238,19 @@ impl Index {
         shard.insert(word(print.tag(), entry + 1));
     }
 
-    /// Takes an entry out; false if it is not there.
+    /// Takes an entry out; returns false if it is not there.
     pub(crate) fn remove(&mut self, print: Print, entry: u32) -> bool {
         self.shards[print.shard()].remove(word(print.tag(), entry + 1))
     }
 
-    /// Where a key lies, unless there was no room.
+    /// Returns the key's home bucket. The key lies there, unless the bucket was full.
     #[inline]
     pub(crate) fn home(&self, print: Print) -> &Bucket {
         let shard = &self.shards[print.shard()];
         &shard.buckets[print.place(shard.buckets.len())]
     }
 
-    /// The entry with the tag for which `same` holds.
+    /// Returns the entry with the tag for which `same` holds.
     pub(crate) fn find(&self, print: Print, mut same: impl FnMut(u32) -> bool) -> Option<u32> {
         let shard = &self.shards[print.shard()];
         let mut at = print.place(shard.buckets.len());

@@ -1,5 +1,5 @@
-//! What the SSD tier asks of the kernel: buffers that direct I/O accepts, and transfers by io_uring or by threads. The only
-//! unsafe code of this crate.
+//! The SSD tier's use of the kernel: buffers for direct I/O, and transfers by io_uring or by threads. The
+//! only unsafe code of this crate.
 
 #[expect(unsafe_code, reason = "anonymous mappings")]
 pub(crate) mod buf;

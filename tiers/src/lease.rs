@@ -1,4 +1,4 @@
-//! Leases: who may read which blocks, until when. Pure; what a lease's end means for a block is the caller's part.
+//! Leases: the readers of blocks and their deadlines. Pure; the caller acts on a lease's end.
 
 use std::collections::VecDeque;
 
@@ -6,17 +6,17 @@ use crate::LeaseError;
 use crate::ledger::HolderId;
 use crate::list::{Link, Links, List};
 
-/// Leases at once: one for each of 65,536 logs of 16 engines. Beyond that a grant is refused: a miss.
+/// Most leases at once: one for each of 65,536 logs of 16 engines. Beyond that a grant is refused: a miss.
 pub(crate) const LEASES_MAX: usize = 1 << 20;
 /// Workers of one lease: one bit each in a word.
 pub const WORKERS_MAX: u32 = 64;
-/// Ended leases that are still told apart (expired, consumed) before their table entries serve again: the requests of
-/// some scheduler steps.
+/// Ended leases kept as expired or consumed before their table entries serve again: the requests of some
+/// scheduler steps.
 const ENDED_KEPT: usize = 1024;
 /// Entry numbers a table entry keeps allocated for its next lease: a prompt of 16,384 tokens at 16 a block.
 const KEPT_CAPACITY_MAX: usize = 1024;
 
-/// A lease's name: `generation << 32 | table index`. Generations start at 1, so that zero names none.
+/// A lease's name: `generation << 32 | table index`. Generations start at 1, so zero names no lease.
 #[derive(Copy, Clone, Debug, Eq, PartialEq, Hash, Ord, PartialOrd)]
 pub struct LeaseId(pub u64);
 
@@ -24,7 +24,7 @@ pub struct LeaseId(pub u64);
 enum Phase {
     /// Ends at its deadline.
     Timed,
-    /// A load was posted: ends when its workers or its owner do.
+    /// A load was posted: the lease ends with its workers or its owner.
     Promised,
     Expired,
     Consumed,
@@ -47,9 +47,9 @@ struct Lease {
     phase: Phase,
     owner: u64,
     granted_ms: u64,
-    /// Whose it counts to.
+    /// The holder charged for the leased bytes.
     holder: HolderId,
-    /// One bit for each worker that has not ended its load.
+    /// One bit for each worker whose load has not ended.
     awaited: u64,
     workers: u32,
     deadline_ms: u64,
@@ -57,7 +57,7 @@ struct Lease {
     entries: Vec<u32>,
 }
 
-/// What a lease holds.
+/// The blocks of a lease.
 #[derive(Debug)]
 pub(crate) struct Held<E> {
     pub(crate) entries: E,
@@ -65,7 +65,7 @@ pub(crate) struct Held<E> {
     pub(crate) is_promised: bool,
 }
 
-/// What a lease that has ended held.
+/// The blocks of an ended lease.
 pub(crate) type Ended = Held<Vec<u32>>;
 
 #[derive(Debug, Default)]
@@ -74,13 +74,13 @@ struct Table(Vec<Lease>);
 #[derive(Debug)]
 pub(crate) struct Leases {
     table: Table,
-    /// Ended entries, the longest ended first: an old name is told apart as long as can be.
+    /// Ended entries, the longest ended first: an old name is recognised as long as possible.
     ended: VecDeque<u32>,
-    /// Timed leases; the tail is due first, since all live equally long from their last renewal.
+    /// Timed leases; the tail is due first, since all have the same time from their last renewal.
     timed: List,
     ttl_ms: u64,
     last_deadline_ms: u64,
-    /// How leases of blocks ended, and when each was granted, until the caller takes it.
+    /// The ends of leases with blocks, and the times of their grants, until the caller takes them.
     ends: Vec<(LeaseEnd, u64)>,
 }
 
@@ -152,7 +152,7 @@ impl Leases {
         self.table.0.len() - self.ended.len()
     }
 
-    /// A new lease over no entry yet, or `None` if there are too many.
+    /// Makes a new lease over no entry yet, or `None` if there are too many.
     pub(crate) fn grant(
         &mut self,
         owner: u64,
@@ -184,7 +184,7 @@ impl Leases {
         self.timed.push_head(&mut self.table, index);
     }
 
-    /// The table index of a live lease of `owner`.
+    /// Returns the table index of a live lease of `owner`; fails for any other lease.
     fn check(&self, id: LeaseId, owner: u64) -> Result<u32, LeaseError> {
         let lease = self.table.0.get(id.index() as usize).ok_or(LeaseError::Unknown)?;
         if lease.generation != id.generation() {
@@ -199,29 +199,30 @@ impl Leases {
         }
     }
 
-    /// The entries of a live lease.
+    /// Returns the entries of a live lease.
     pub(crate) fn entries(&self, id: LeaseId, owner: u64) -> Result<&[u32], LeaseError> {
         self.check(id, owner).map(|index| self.table.0[index as usize].entries.as_slice())
     }
 
-    /// The same, to be changed: what is added must be pinned, what is taken unpinned.
+    /// Returns the same for changes: the caller pins added entries and unpins removed ones.
     pub(crate) fn entries_mut(&mut self, id: LeaseId, owner: u64) -> Result<&mut Vec<u32>, LeaseError> {
         self.check(id, owner).map(|index| &mut self.table.0[index as usize].entries)
     }
 
-    /// Whose a live lease is, and whether it is promised.
+    /// Returns a live lease's holder, and true if it is promised.
     pub(crate) fn whose(&self, id: LeaseId, owner: u64) -> Result<(HolderId, bool), LeaseError> {
         let lease = &self.table.0[self.check(id, owner)? as usize];
         Ok((lease.holder, lease.phase == Phase::Promised))
     }
 
-    /// Whether a worker has ended its load already.
+    /// True if a worker has ended its load already.
     pub(crate) fn begun(&self, id: LeaseId, owner: u64) -> Result<bool, LeaseError> {
         let lease = &self.table.0[self.check(id, owner)? as usize];
         Ok(lease.awaited.count_ones() < lease.workers)
     }
 
-    /// Gives a timed lease its whole time again. `Ok(false)`: it was due, and now has to be expired.
+    /// Gives a timed lease its whole time again. `Ok(false)`: the lease was due, and the caller must expire
+    /// it.
     pub(crate) fn renew(&mut self, id: LeaseId, owner: u64, now_ms: u64) -> Result<bool, LeaseError> {
         let index = self.check(id, owner)?;
         let lease = &self.table.0[index as usize];
@@ -250,7 +251,7 @@ impl Leases {
         }
     }
 
-    /// One worker has ended its load. `Some`: all have.
+    /// Notes the end of one worker's load. Returns `Some` once all have ended.
     pub(crate) fn consume(
         &mut self,
         id: LeaseId,
@@ -274,14 +275,14 @@ impl Leases {
         Ok(self.end(index, LeaseEnd::Released))
     }
 
-    /// Ends the lease that is due first, if one is. Looks at one lease.
+    /// Ends the lease due first, if it is due. Looks at one lease.
     pub(crate) fn expire_one(&mut self, now_ms: u64) -> Option<Ended> {
         let index = self.timed.tail()?;
         let due = self.table.0[index as usize].deadline_ms <= now_ms;
         due.then(|| self.end(index, LeaseEnd::Expired))
     }
 
-    /// What every live lease holds.
+    /// Returns the blocks of every live lease.
     pub(crate) fn live(&self) -> impl Iterator<Item = Held<&[u32]>> {
         let live = self.table.0.iter().filter(|lease| lease.live());
         live.map(|lease| Held {
@@ -291,7 +292,8 @@ impl Leases {
         })
     }
 
-    /// Leases without a load, with their owners, that have an entry of which `is_meant` is true. Looks at all of them.
+    /// Returns leases without a load, with their owners, that have an entry for which `is_meant` is true.
+    /// Looks at all leases.
     pub(crate) fn timed_with(&self, is_meant: impl Fn(u32) -> bool) -> Vec<(LeaseId, u64)> {
         let meant =
             |lease: &Lease| lease.phase == Phase::Timed && lease.entries.iter().any(|id| is_meant(*id));
@@ -299,7 +301,7 @@ impl Leases {
         leases.map(|(index, lease)| (LeaseId::new(lease.generation, index as u32), lease.owner)).collect()
     }
 
-    /// How leases of blocks ended since the last call, and when each was granted.
+    /// Returns the ends of leases with blocks since the last call, and the times of their grants.
     pub(crate) fn drain_ends(&mut self) -> impl Iterator<Item = (LeaseEnd, u64)> + '_ {
         self.ends.drain(..)
     }
@@ -315,7 +317,7 @@ impl Leases {
         Ended { entries: std::mem::take(&mut lease.entries), holder: lease.holder, is_promised }
     }
 
-    /// Takes back an ended lease's emptied list, so that the next lease need not allocate.
+    /// Takes back an ended lease's emptied list, so the next lease need not allocate.
     pub(crate) fn recycle(&mut self, mut entries: Vec<u32>) {
         entries.clear();
         if let Some(index) = self.ended.back()

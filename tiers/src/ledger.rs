@@ -1,17 +1,17 @@
-//! Who holds how much, and who may have more: every byte of the pool that is not free is some holder's.
+//! The bytes of each holder, and their limits: every used byte of the pool belongs to a holder.
 //!
-//! A holder is an engine. While several are at work each has a share, the pool divided by them:
-//! - what is kept may grow beyond it. Room for others is then made of what its holder has beyond its share, and never of what a
-//!   holder at work has within;
-//! - what cannot be taken back at once, blocks being filled, leased or promised, may grow beyond it as far as every other
-//!   holder at work can still have its own.
+//! A holder is an engine. While several are at work each has a share, the pool divided by their number:
+//! - kept blocks may exceed it. Room for other holders then comes from the excess, and never from within the
+//!   share of a holder at work;
+//! - blocks that cannot be taken back at once (being filled, leased or promised) may exceed it as long as
+//!   every other holder at work can still have its share.
 //!
-//! A holder alone at work has everything: nothing here limits it.
+//! A holder alone at work may use the whole pool, without a limit here.
 
-/// How long a holder counts as being at work after it was seen to.
+/// How long a holder counts as at work after its last sign of work.
 pub(crate) const WORK_MS: u64 = 1000;
 
-/// A holder's name, given anew once it is gone.
+/// A holder's number, reused once the holder is gone.
 #[derive(Copy, Clone, Debug, Default, Eq, Ord, PartialEq, PartialOrd)]
 pub struct HolderId(u8);
 
@@ -19,11 +19,11 @@ pub struct HolderId(u8);
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
 pub struct Holdings {
     pub kept: u64,
-    /// Of blocks being filled.
+    /// Bytes of blocks being filled.
     pub filling: u64,
-    /// Of blocks, whoever keeps them, that its queries may load or wait for, each as often as it is leased.
+    /// Bytes of blocks its queries may load or wait for, of any holder, each as often as it is leased.
     pub leased: u64,
-    /// Of those that its loads are to read.
+    /// Bytes of blocks its loads are to read.
     pub promised: u64,
 }
 
@@ -37,7 +37,7 @@ pub(crate) struct Used(Vec<u64>);
 
 #[derive(Debug, Default)]
 struct Holder {
-    /// It has not left.
+    /// True until the holder leaves.
     is_here: bool,
     busy_until_ms: u64,
     filling: u64,
@@ -48,17 +48,17 @@ struct Holder {
 #[derive(Debug)]
 pub(crate) struct Ledger {
     pool_bytes: u64,
-    /// Those of number 0 are nobody's.
+    /// Number 0 is nobody: the holder of blocks without an engine.
     holders: Vec<Holder>,
     used: Used,
-    /// When somebody was last at work.
+    /// The time of the last work of any holder.
     now_ms: u64,
 }
 
 // === impl HolderId ===
 
 impl HolderId {
-    /// Of blocks that no engine of this life has saved or used.
+    /// The holder of blocks no engine of this life has saved or used.
     pub const NOBODY: Self = Self(0);
 
     pub(crate) fn from_byte(byte: u8) -> Self {
@@ -69,12 +69,12 @@ impl HolderId {
         self.0
     }
 
-    /// So many, from nobody's on.
+    /// Returns the first `count` holders, from nobody on.
     pub(crate) fn first(count: usize) -> impl Iterator<Item = Self> + Clone {
         (0..=u8::MAX).map(Self).take(count)
     }
 
-    /// Its place in tables of holders.
+    /// Returns its place in tables of holders.
     #[inline]
     pub(crate) fn index(self) -> usize {
         self.0.into()
@@ -141,7 +141,7 @@ impl Used {
 // === impl Holder ===
 
 impl Holder {
-    /// What cannot be taken back at once.
+    /// Returns the bytes that cannot be taken back at once.
     fn pinned(&self) -> u64 {
         self.filling + self.leased + self.promised
     }
@@ -154,8 +154,8 @@ impl Ledger {
         Self { pool_bytes, holders: vec![Holder::default()], used: Used::default(), now_ms: 0 }
     }
 
-    /// A new holder. It takes the number of whoever left with the fewest bytes, and what is left of those as its own; nobody's
-    /// where every number is taken.
+    /// Registers a new holder. It takes the number of the gone holder with the fewest bytes, and those bytes
+    /// with it. Returns nobody if every number is taken.
     pub(crate) fn enter(&mut self) -> HolderId {
         let numbers = (1..=u8::MAX).map(HolderId);
         let vacant = numbers.filter(|id| match self.holders.get(id.index()) {
@@ -170,7 +170,7 @@ impl Ledger {
         id
     }
 
-    /// A holder is gone. Its blocks stay, and are those of whoever uses them next.
+    /// Ends a holder. Its blocks stay, and belong to the next holder that uses them.
     pub(crate) fn leave(&mut self, id: HolderId) {
         self.holders[id.index()].is_here = false;
     }
@@ -180,13 +180,13 @@ impl Ledger {
         self.holders[id.index()].is_here
     }
 
-    /// A holder was seen to be at work.
+    /// Notes that a holder was at work.
     pub(crate) fn work(&mut self, id: HolderId, now_ms: u64) {
         self.now_ms = self.now_ms.max(now_ms);
         self.holders[id.index()].busy_until_ms = now_ms.saturating_add(WORK_MS);
     }
 
-    /// Every holder that ever was, and nobody.
+    /// Returns every holder that ever was, and nobody.
     pub(crate) fn ids(&self) -> impl Iterator<Item = HolderId> + use<> {
         HolderId::first(self.holders.len())
     }
@@ -203,8 +203,8 @@ impl Ledger {
         self.holders.iter().filter(|holder| self.is_at_work(holder)).count() as u64
     }
 
-    /// Who may lose a block of those `used` so that another has room: while several are at work, none of them that has no more
-    /// than its share.
+    /// Returns the holders that may lose a block of those `used`: while several are at work, none of them
+    /// with no more than its share.
     pub(crate) fn losers(&self, used: &Used) -> Group {
         let (at_work, all) = (self.at_work(), used.all());
         let may_lose = |id: HolderId, holder: &Holder| {
@@ -213,13 +213,13 @@ impl Ledger {
         self.numbered().filter(|(id, holder)| may_lose(*id, holder)).map(|(id, _)| id).collect()
     }
 
-    /// Whether a holder has less than its share.
+    /// True if a holder has less than its share.
     pub(crate) fn is_short(&self, id: HolderId) -> bool {
         self.used.of(id).saturating_mul(self.at_work()) < self.used.all()
     }
 
-    /// Bytes that a holder may still have filled, leased or promised to it besides what it has but for `less`, in a pool where
-    /// `pinned` bytes are.
+    /// Returns the further bytes a holder may have filled, leased or promised. `pinned` bytes of the pool are
+    /// so now, and `less` of the holder's own do not count.
     pub(crate) fn room(&self, id: HolderId, pinned: u64, less: u64) -> u64 {
         let others = || {
             let others = self.numbered().filter(|(other, holder)| *other != id && self.is_at_work(holder));
@@ -236,37 +236,37 @@ impl Ledger {
         lent.max(unused(self.holders[id.index()].pinned() - less))
     }
 
-    /// Bytes in use, by holder.
+    /// Returns the bytes in use, by holder.
     pub(crate) fn used(&self) -> &Used {
         &self.used
     }
 
-    /// A holder has a block.
+    /// Charges a block to a holder.
     pub(crate) fn charge(&mut self, id: HolderId, bytes: u64) {
         self.used.add(id, bytes);
     }
 
-    /// Its slot is free, or another holder's.
+    /// Ends the charge: the slot is free, or has another holder.
     pub(crate) fn discharge(&mut self, id: HolderId, bytes: u64) {
         self.used.take(id, bytes);
     }
 
-    /// It is being filled.
+    /// Charges a block's filling to a holder.
     pub(crate) fn begin_fill(&mut self, id: HolderId, bytes: u64) {
         self.holders[id.index()].filling += bytes;
     }
 
-    /// It is not any more.
+    /// Ends the charge of a filling.
     pub(crate) fn end_fill(&mut self, id: HolderId, bytes: u64) {
         self.holders[id.index()].filling -= bytes;
     }
 
-    /// Bytes are leased to a holder, or promised.
+    /// Charges leased or promised bytes to a holder.
     pub(crate) fn lease(&mut self, id: HolderId, is_promised: bool, bytes: u64) {
         *self.leased(id, is_promised) += bytes;
     }
 
-    /// They are not any more.
+    /// Ends the charge of leased or promised bytes.
     pub(crate) fn unlease(&mut self, id: HolderId, is_promised: bool, bytes: u64) {
         *self.leased(id, is_promised) -= bytes;
     }
@@ -281,7 +281,7 @@ impl Ledger {
         Holdings { kept: self.used.of(id) - filling, filling, leased, promised }
     }
 
-    /// Bytes being filled, of all holders.
+    /// Returns the bytes being filled, of all holders.
     pub(crate) fn filling(&self) -> u64 {
         self.holders.iter().map(|holder| holder.filling).sum()
     }

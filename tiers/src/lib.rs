@@ -1,13 +1,13 @@
 //! Keeps blocks and gives them back.
 //!
-//! Job: which block lies in which slot ([`dram`]: index, slab, eviction, leases) and the memory of those slots
-//! ([`pool`]). The two meet in the caller: [`dram::Dram`] decides, purely, and the caller carries its decisions out on
-//! a [`pool::Pool`]; what an earlier life left there it hears of by an [`opener::Opener`]. What a pool of another size would find
-//! is [`forecast`]'s. Below lies [`ssd`]: its
-//! [`ssd::Log`] decides as purely, and its [`ssd::Device`]s carry out, each on threads of its own.
+//! Job: the slot of each block ([`dram`]: index, slab, eviction, leases) and the memory of those slots
+//! ([`pool`]). The two meet in the caller: [`dram::Dram`] decides, purely, and the caller carries its
+//! decisions out on a [`pool::Pool`]; an [`opener::Opener`] finds the blocks an earlier life left there.
+//! [`forecast`] predicts the hits of other pool sizes. Below lies [`ssd`]: its [`ssd::Log`] decides as
+//! purely, and its [`ssd::Device`]s carry out, each on its own threads.
 //!
-//! May depend on: shm-protocol, rustix, io-uring. Never: reads the environment, evicts a leased block. Outside
-//! [`ssd::Device`] never: copies a block's bytes, reads the clock, starts a thread.
+//! May depend on: shm-protocol, rustix, io-uring. Never: reads the environment, evicts a leased block.
+//! Outside [`ssd::Device`] never: copies a block's bytes, reads the clock, starts a thread.
 
 #![deny(unsafe_code)]
 
@@ -30,7 +30,7 @@ pub mod ssd;
 mod standing;
 mod watch;
 
-/// The tests' rig is written against the crate's public face, and also serves tests inside.
+/// The tests' rig uses the crate's public interface, and also serves tests inside the crate.
 #[cfg(test)]
 extern crate self as tiers;
 

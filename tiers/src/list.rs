@@ -1,4 +1,4 @@
-//! Doubly linked lists whose links lie in the elements, which live in someone else's table.
+//! Doubly linked lists whose links lie in the elements, in a table of another owner.
 
 pub(crate) const NIL: u32 = u32::MAX;
 
@@ -9,9 +9,9 @@ pub(crate) struct Link {
     pub(crate) next: u32,
 }
 
-/// A table whose elements carry links. An element is in at most one list at a time; the table's owner keeps count.
+/// A table of elements with links. An element is in at most one list at a time; the table's owner ensures it.
 pub(crate) trait Links {
-    /// The links of element `id`.
+    /// Returns the links of element `id`.
     fn link(&mut self, id: u32) -> &mut Link;
 }
 
@@ -31,7 +31,7 @@ pub(crate) struct Run {
     len: u32,
 }
 
-/// Where in a list.
+/// A place in a list.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(crate) enum Spot {
     Head,
@@ -51,7 +51,8 @@ impl Default for Link {
 // === impl Spot ===
 
 impl Spot {
-    /// The same spot in a list that has only the elements of which `is_in` is true: its head, where the other is elsewhere.
+    /// Returns the same spot in a list of only those elements for which `is_in` is true: its head, if the
+    /// element ahead is not in it.
     pub(crate) fn among(self, is_in: impl Fn(u32) -> bool) -> Self {
         match self {
             Self::Behind(other) if !is_in(other) => Self::Head,
@@ -67,7 +68,7 @@ impl Run {
         Self { first: id, last: id, len: 1 }
     }
 
-    /// Takes an element in that lies before it in its list, if that is its neighbour.
+    /// Adds the element before the run in its list. Returns false if `ahead` is not the run's neighbour.
     #[inline]
     pub(crate) fn extend(&mut self, ahead: u32, link: Link) -> bool {
         let neighbours = link.next == self.first;
@@ -91,22 +92,22 @@ impl List {
         self.len
     }
 
-    /// The element that came last.
+    /// Returns the last added element.
     pub(crate) fn head(&self) -> Option<u32> {
         (self.head != NIL).then_some(self.head)
     }
 
-    /// The element that has been in the list longest.
+    /// Returns the element longest in the list.
     pub(crate) fn tail(&self) -> Option<u32> {
         (self.tail != NIL).then_some(self.tail)
     }
 
-    /// Adds an element that is in no list.
+    /// Adds an element of no list at the head.
     pub(crate) fn push_head(&mut self, table: &mut impl Links, id: u32) {
         self.push_run(table, Run::of(id));
     }
 
-    /// Adds elements at the head that are in no list, and linked to each other.
+    /// Adds elements of no list, linked to each other, at the head.
     pub(crate) fn push_run(&mut self, table: &mut impl Links, run: Run) {
         table.link(run.first).previous = NIL;
         table.link(run.last).next = self.head;
@@ -126,7 +127,7 @@ impl List {
         }
     }
 
-    /// Adds an element that is in no list.
+    /// Adds an element of no list.
     pub(crate) fn push(&mut self, table: &mut impl Links, id: u32, spot: Spot) {
         match (spot, self.tail()) {
             (Spot::Behind(ahead), _) | (Spot::Tail, Some(ahead)) => self.push_behind(table, id, ahead),
@@ -144,12 +145,12 @@ impl List {
         self.len += 1;
     }
 
-    /// Takes an element out of this list, which it must be in.
+    /// Takes an element out of this list; it must be in it.
     pub(crate) fn remove(&mut self, table: &mut impl Links, id: u32) {
         self.remove_run(table, Run::of(id));
     }
 
-    /// Takes elements out of this list, which they must be in; they stay linked to each other.
+    /// Takes elements out of this list; they must be in it, and stay linked to each other.
     pub(crate) fn remove_run(&mut self, table: &mut impl Links, run: Run) {
         let (previous, next) = (table.link(run.first).previous, table.link(run.last).next);
         match previous {

@@ -1,5 +1,5 @@
-//! Brings the pool's segments into service, one after the other, as soon as their memory is reserved: what an earlier life
-//! left in them is read from their headers alone, a part at a time, so that engines are served meanwhile.
+//! Brings the pool's segments into service, one after the other, as soon as their memory is reserved. It
+//! reads the headers of blocks left by an earlier life, a part at a time, so engines are served meanwhile.
 
 use shm_protocol::pool::{Geometry, Remains};
 
@@ -8,29 +8,29 @@ use crate::pool::Pool;
 /// Slot headers read at a time: some 0.3 ms.
 const SLOTS_MAX: u32 = 2048;
 
-/// A part of the pool that comes into service.
+/// A part of the pool newly in service.
 #[derive(Debug)]
 pub enum Opened {
-    /// A segment in which nothing is.
+    /// An empty segment.
     Empty { segment: u64 },
-    /// Slots from `first` on of a segment that an earlier life used. Those of a segment come in order.
+    /// Slots from `first` on of a segment used by an earlier life. The slots of a segment come in order.
     Used {
         segment: u64,
         /// Bytes of its blocks.
         block_bytes: u64,
         /// The first of these slots.
         first: u32,
-        /// What is left in each.
+        /// The content of each slot.
         remains: Vec<Remains>,
     },
 }
 
-/// How far the pool is in service.
+/// The progress of opening.
 #[derive(Debug, Default)]
 pub struct Opener {
-    /// Segments below are in service.
+    /// Segments below this one are in service.
     segment: u64,
-    /// The segment at hand, and its slots that were read.
+    /// The current segment, and the number of its slots read so far.
     begun: Option<(Geometry, u32)>,
 }
 
@@ -41,7 +41,7 @@ impl Opener {
         self.segment
     }
 
-    /// The next part, if its memory is there.
+    /// Returns the next part, if its memory is reserved.
     pub fn next(&mut self, pool: &Pool) -> Option<Opened> {
         if self.segment >= pool.reserved_segments() {
             return None;

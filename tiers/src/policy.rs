@@ -1,14 +1,17 @@
-//! Which block goes: the one that is least likely to be used again soon, judged by what became of others like it.
+//! Eviction: the block least likely to be used again soon goes first, judged by the later uses of blocks like
+//! it.
 //!
-//! Every kept block has a sort, and each sort a list in order of use. While a request goes on, what it uses is as good as its age.
-//! When it is over its blocks are of a sort that follows from how its answer ended ([`Kinds`]) and from which turn of its
-//! conversation it was ([`Ends`]), unless another conversation uses them, too. Of the blocks at the lists' tails that one goes for
-//! which [`Odds`] sees the fewest uses for the time that it would stay.
+//! Every kept block has a sort, and each sort a list in order of use. While a request goes on, its blocks are
+//! judged by age alone. When it is over, its blocks get a sort from its answer's end ([`Kinds`]) and its turn
+//! in its conversation ([`Ends`]), unless another conversation uses them, too. Among the blocks at the lists'
+//! tails, the policy evicts the one with the fewest uses expected by [`Odds`] for the time of its stay.
 //!
-//! A parent goes after its children, whatever each is worth: one that would have gone while it has some waits in a list of its own,
-//! and takes its last child's place when that goes. Every holder has lists of its own: who may lose a block is the ledger's to say.
-//! Where all that a holder has are parents of others' blocks, one of them goes, for its share's sake. A leased or held block that
-//! reaches a tail leaves the lists until nothing holds it: it is never evicted, and is met at most once per lease or hold.
+//! A parent goes after its children, for any worth of theirs: a parent chosen while it has children waits in
+//! a separate list, and takes its last child's place when the child goes. Every holder has its own lists: the
+//! ledger decides which holders may lose a block. If a holder has only parents of other holders' blocks, one
+//! of them goes, to keep the holder to its share. A leased or held block at a tail leaves the lists until its
+//! last lease or hold ends: it is never evicted, and is met at most once per lease or hold.
+//! last lease or hold ends: it is never evicted, and is met at most once per lease or hold.
 
 mod ends;
 mod ghost;
@@ -27,12 +30,12 @@ use crate::list::Spot;
 use crate::slab::{Among, Slab};
 use crate::standing::{SORTS, Sort, Standing};
 
-/// Ticks in which as many blocks are used as there are slots: what ages are counted in.
+/// Ticks in the time of as many uses as there are slots: the unit of ages.
 const TICKS_PER_ROOM: u64 = 64;
-/// Sorts of blocks that may go.
+/// Number of the sorts whose blocks may go.
 const SORTS_THAT_GO: usize = SORTS - 1;
 
-/// Time, as blocks are used.
+/// Time, counted in uses of blocks.
 #[derive(Debug, Default)]
 struct Clock {
     tick: u32,
@@ -48,7 +51,7 @@ pub(crate) struct Policy {
     kinds: Kinds,
     odds: Odds,
     ghost: Ghost,
-    /// Kept between calls, so that none allocates.
+    /// Kept between calls, so no call allocates.
     prints: Vec<Print>,
 }
 
@@ -62,32 +65,32 @@ struct Candidate {
     entry: u32,
 }
 
-/// The block before one in its chain.
+/// The block before a block in its chain.
 #[derive(Copy, Clone, Debug)]
 pub(crate) enum Parent {
-    /// There is none, nobody said which it is, or it is being filled.
+    /// The block has no parent, its parent is not known, or the parent is being filled.
     None,
     Kept(u32),
-    /// It is not there.
+    /// The parent is not kept.
     Lost,
-    /// Nobody said, and the block had this standing when DRAM gave it up.
+    /// The parent is not known, and DRAM evicted the block with this standing before.
     Below(Standing),
 }
 
-/// How a request's answer ended.
+/// The end of a request's answer.
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
 pub struct Ending {
-    /// A number for the way in which it ended, the same for ends that are alike; 0 where nobody said.
+    /// A number for the way it ended, the same for similar ends; 0 if not known.
     pub way: u32,
-    /// Nobody goes on from here: what no other conversation uses goes next.
+    /// The conversation ends here: blocks without a use by another conversation go next.
     pub last: bool,
 }
 
-/// A request that is over, for [`Policy::used`].
+/// An ended request, for [`Policy::used`].
 #[derive(Copy, Clone, Debug)]
 pub(crate) struct Turn {
     sort: Sort,
-    /// So many of its first keys were used by others from which it does not go on.
+    /// Number of its first keys used by other conversations.
     pub(crate) shared: usize,
     last: bool,
 }
@@ -105,7 +108,8 @@ impl Clock {
 // === impl Policy ===
 
 impl Policy {
-    /// Puts a block that was just committed into a list. A block without its parent is found by nobody: it goes next.
+    /// Puts a just committed block into a list. A block without its kept parent cannot be found: it goes
+    /// next.
     pub(crate) fn admit(&mut self, slab: &mut Slab, entry: u32, print: Print, parent: Parent) {
         let returned = self.ghost.recall(print) || matches!(parent, Parent::Below(_));
         slab.entries.get_mut(entry).set_returned(returned);
@@ -126,17 +130,18 @@ impl Policy {
         slab.keep(entry, standing, spot);
     }
 
-    /// Puts a block of an earlier life into a list: those that nobody asks for go in the order in which they lie.
+    /// Puts an adopted block into a list: without a query, such blocks go in the order of their slots.
     pub(crate) fn adopt(&mut self, slab: &mut Slab, entry: u32) {
         slab.keep(entry, Standing::RECOVERED.at(self.clock.tick), Spot::Head);
     }
 
-    /// Blocks were used by a request that goes on, or were leased until now: those of a chain, the deepest first.
+    /// Records the use of blocks by a request that goes on, or the end of their lease: those of a chain, the
+    /// deepest first.
     pub(crate) fn touch(&self, slab: &mut Slab, entries: &[u32]) {
         slab.raise(entries, |entry| entry.standing.at(self.clock.tick));
     }
 
-    /// Puts a block back that was held and not used, if it had left its list: to the tail, where it was.
+    /// Puts a block that was held and not used back to the tail, if it had left its list.
     pub(crate) fn unheld(&self, slab: &mut Slab, entry: u32) {
         let Entry { standing, .. } = *slab.entries.get(entry);
         if slab.entries.get(entry).list_place() == Place::Detached {
@@ -144,17 +149,17 @@ impl Policy {
         }
     }
 
-    /// Loads what says whether a key was evicted, so that who asks for that soon need not wait.
+    /// Loads the word for a later look at a key's eviction, so that look need not wait.
     pub(crate) fn load(&self, print: Print) -> u64 {
         self.ghost.load(print)
     }
 
-    /// A key was evicted.
+    /// Records a key's eviction.
     pub(crate) fn evicted(&mut self, print: Print, slots: u64) {
         self.ghost.remember(print, slots);
     }
 
-    /// The last child of a block went, with this standing.
+    /// Records that the last child of a block went, with this standing.
     pub(crate) fn lost_children(&self, slab: &mut Slab, parent: u32, standing: Standing) {
         let entry = slab.entries.get_mut(parent);
         if entry.standing.sort() != Sort::PARENT {
@@ -166,7 +171,8 @@ impl Policy {
         }
     }
 
-    /// A request with these keys is over, in a tier of so many slots. What follows are its kept blocks by [`Policy::used`].
+    /// Records an ended request with these keys, in a tier of so many slots. [`Policy::used`] follows with
+    /// its kept blocks.
     pub(crate) fn turn(&mut self, prints: impl Iterator<Item = Print>, slots: u64, ending: Ending) -> Turn {
         self.prints.clear();
         self.prints.extend(prints);
@@ -179,7 +185,8 @@ impl Policy {
         turn
     }
 
-    /// Blocks that the request has used, the deepest first; those from `shared` on are among its first keys that it shares.
+    /// Sorts blocks used by an ended request, the deepest first; those from `shared` on are among its first
+    /// keys shared with other conversations.
     pub(crate) fn used(&self, slab: &mut Slab, entries: &[u32], turn: Turn, shared: usize) {
         let mut at = 0;
         slab.raise(entries, |entry| {
@@ -196,12 +203,13 @@ impl Policy {
         }
     }
 
-    /// The standing of what goes next.
+    /// Returns the standing of the block to go next.
     fn worthless(&self) -> Standing {
         Standing::new(Sort::OPEN, self.clock.tick.wrapping_sub(odds::AGE_MAX))
     }
 
-    /// The block that goes next of those that these holders have, left in its list; `None` if every one is leased or being filled.
+    /// Returns the next block to evict among those of these holders, left in its list; `None` if every one is
+    /// leased or being filled.
     pub(crate) fn next(&self, slab: &mut Slab, among: Among, losers: Group) -> Option<u32> {
         let holders = slab.queues(among).holders().filter(|id| losers.has(*id));
         loop {
@@ -224,8 +232,9 @@ impl Policy {
         }
     }
 
-    /// Of blocks at lists' tails the one that goes next. One of a request that goes on goes before none that is older: a prompt that is
-    /// computed in steps would lose its first blocks to its next ones.
+    /// Returns the next block to go among those at lists' tails. A block of a request that goes on never goes
+    /// before an older one: otherwise a prompt computed in steps would lose its first blocks to its next
+    /// ones.
     fn first(&self, slab: &Slab, tails: impl Iterator<Item = u32>) -> Option<u32> {
         let (mut first, mut open): (Option<Candidate>, Option<Candidate>) = (None, None);
         for entry in tails {
@@ -245,7 +254,7 @@ impl Policy {
         Candidate { worth: self.odds.worth(sort, age), age, sort, generation: 0, entry }
     }
 
-    /// Of blocks at the tails of a disk's lists, the one that goes next.
+    /// Returns the next block to go among those at the tails of a disk's lists.
     pub(crate) fn least(&self, tails: impl Iterator<Item = (u32, Standing)>) -> Option<u32> {
         let candidates = tails.map(|(entry, standing)| self.candidate(entry, standing));
         let first = candidates.reduce(|first, other| if other.goes_before(&first) { other } else { first });
@@ -260,14 +269,14 @@ impl Candidate {
         if self.worth != other.worth {
             return self.worth < other.worth;
         }
-        // Of two holders' blocks that are alike the one that was filled last is no parent of the other.
+        // If two holders' blocks compare equal, the last filled one is no parent of the other.
         let order =
             |of: &Self| (std::cmp::Reverse(of.age), of.sort.index(), std::cmp::Reverse(of.generation));
         order(self) < order(other)
     }
 }
 
-/// Lets the blocks at the tail of a holder's sort leave that something pins.
+/// Lets pinned blocks at the tail of a holder's sort leave their list.
 fn detach_pinned(slab: &mut Slab, among: Among, holder: HolderId, sort: usize) {
     while let Some(entry) = slab.queues(among).of(holder)[sort].tail() {
         if slab.entries.get(entry).claims.pins() == 0 {

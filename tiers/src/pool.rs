@@ -1,8 +1,9 @@
-//! The DRAM pool's memory: a sealed memfd, of huge pages or others, or a file on tmpfs or hugetlbfs that outlives the sidecar.
+//! The DRAM pool's memory: a sealed memfd, of huge or other pages, or a file on tmpfs or hugetlbfs that
+//! outlives the sidecar.
 //!
-//! This process maps it for writing; engines get a descriptor that can only be mapped for reading. Headers are written
-//! here, word by word through atomics; a block's bytes are written by the copy engine, in [`Pool::region`], between
-//! [`Pool::fill`] and [`Pool::commit`]. The layout is [`shm_protocol::pool`].
+//! This process maps it for writing; engines get a descriptor mappable for reading alone. This module writes
+//! headers, word by word through atomics. The copy engine writes a block's bytes, in [`Pool::region`],
+//! between [`Pool::fill`] and [`Pool::commit`]. The layout is [`shm_protocol::pool`].
 
 mod checksums;
 mod huge;
@@ -23,10 +24,10 @@ pub use self::checksums::{BlockSum, PART_BYTES};
 use crate::given_up::{Cause, GivenUp};
 use crate::{Error, dram};
 
-/// Bytes of a file that are reserved before it is served, a second or less; the rest follows behind.
+/// Bytes of a file reserved before it is served, a second or less; the rest follows in the background.
 const RESERVE_FIRST: u64 = 1 << 30;
 
-/// What pool to make.
+/// The settings of a pool.
 #[derive(Clone, Debug)]
 pub struct Config {
     /// Bytes of all segments, as [`dram::Config::pool_bytes`].
@@ -35,25 +36,25 @@ pub struct Config {
     pub segment_bytes: u64,
     /// A file on tmpfs or hugetlbfs; a memfd if there is none.
     pub path: Option<PathBuf>,
-    /// Of huge pages: a memfd of such, or a file on hugetlbfs.
+    /// True for huge pages: a memfd of huge pages, or a file on hugetlbfs.
     pub hugepages: bool,
-    /// This life of the sidecar.
+    /// Epoch of this life of the sidecar.
     pub epoch: u64,
 }
 
-/// What a life finds in its pool file.
+/// The content of the pool file at the start.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub enum Found {
     /// A new file, or anonymous memory.
     Nothing,
-    /// A pool of an earlier life, whose blocks can be taken over.
+    /// A pool of an earlier life, whose blocks can be adopted.
     Pool,
-    /// Something that cannot, and why.
+    /// Other content, with the cause.
     Unusable(GivenUp),
 }
 
-/// The memory of a DRAM tier. Shared by reference between threads; one of them decides (calls everything but
-/// [`Pool::region`] and what looks for checksums and computes them), another one reserves.
+/// The memory of a DRAM tier, shared by reference between threads. One of them decides: it calls all methods
+/// except [`Pool::region`] and those that look for checksums and compute them. Another one reserves.
 #[derive(Debug)]
 pub struct Pool {
     region: Arc<Region>,
@@ -63,19 +64,20 @@ pub struct Pool {
     found: Found,
     /// Epoch of the life whose pool was taken over.
     former: Option<u64>,
-    /// Bytes from the start whose memory is there.
+    /// Bytes from the start with reserved memory.
     reserved: AtomicU64,
-    /// The rest of it cannot be had.
+    /// True if no further memory can be had.
     exhausted: AtomicBool,
-    /// Block bytes of each segment, zero while unassigned: what this process wrote, so that it need not trust the file.
+    /// Block bytes of each segment, zero while unassigned, as written by this process, so it need not trust
+    /// the file.
     block_bytes: Box<[AtomicU64]>,
 }
 
 // === impl Pool: making it ===
 
 impl Pool {
-    /// Makes the pool and writes its header. What an earlier life left in a file stays, if this one can read it; a file
-    /// is never shrunk. Not all of a file's memory is reserved yet: see [`Pool::reserve_some`].
+    /// Makes the pool and writes its header. A file's content of an earlier life stays, if this life can read
+    /// it; a file is never shrunk. The rest of a file's memory is reserved later: see [`Pool::reserve_some`].
     pub fn create(config: &Config) -> Result<Self, Error> {
         let segments = dram::segments(config.bytes, config.segment_bytes)?;
         let too_large = Error::TooLarge { bytes: config.bytes, max: pool::POOL_BYTES_MAX };
@@ -88,7 +90,7 @@ impl Pool {
         let mut region = Region::map(file.fd.as_fd(), bytes as usize, Access::ReadWrite)
             .map_err(Error::os("map memory"))?;
         if config.path.is_some() {
-            // Opened anew: the lock ends with the pool's own descriptor.
+            // Opened separately: the lock ends with the pool's own descriptor.
             region.guard(place::reopen(&file.fd)?).map_err(Error::os("guard the pool file"))?;
         }
         let mut pool = Self {
@@ -112,7 +114,7 @@ impl Pool {
         pool.former = (pool.found == Found::Pool).then(epoch);
         pool.life = pool.initialise(config.epoch, boot);
         match pool.found {
-            // An engine may still read what lies there.
+            // An engine may still read the content.
             Found::Unusable(_) => {}
             _ if file.reserved => pool.reserved.store(bytes, Ordering::Relaxed),
             _ => {
@@ -122,16 +124,16 @@ impl Pool {
             }
         }
         if config.path.is_none() {
-            // After the mapping: FUTURE_WRITE allows this one and no other to write.
+            // Sealed after the mapping: FUTURE_WRITE allows this mapping and no other to write.
             let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::FUTURE_WRITE | SealFlags::SEAL;
             rustix::fs::fcntl_add_seals(&pool.fd, seals).map_err(Error::os("seal the memfd"))?;
         }
-        // The first look, with which later ones are compared.
+        // The first look; later ones compare with it.
         pool.is_whole();
         Ok(pool)
     }
 
-    /// Whether the file's `len` bytes are a pool that this life can take over.
+    /// Decides if the file's `len` bytes are a pool this life can take over.
     fn look(&self, len: u64, boot: u128) -> Found {
         if len == 0 {
             return Found::Nothing;
@@ -165,18 +167,19 @@ impl Pool {
         }
     }
 
-    /// Writes the header page; the number of this life. A pool that is taken over is one at every moment of it.
+    /// Writes the header page, and returns the number of this life. A pool taken over is valid at every
+    /// moment of it.
     fn initialise(&self, epoch: u64, boot: u128) -> u64 {
         let word = |offset: u64| self.region.word64(offset as usize);
         let life = match self.found {
             Found::Nothing => 1,
-            // Also for a pool that is not taken over: its engines then see by the numbers that nothing is left of it.
+            // Also for a pool not taken over: by the numbers its engines see that its blocks are gone.
             _ => word(header::LIFE).load(Ordering::Relaxed) % pool::LIFE_MAX + 1,
         };
         if self.found != Found::Pool {
             word(header::VERSION).store(0, Ordering::Release);
         }
-        // What is not taken over stays where it is for a while, and no later life may take it for this layout's.
+        // Content not taken over stays for a while, and no later life may take it for this layout's content.
         let settled = !matches!(self.found, Found::Unusable(_));
         let own = pool::own_versions();
         let release = own.release_bytes();
@@ -204,12 +207,12 @@ impl Pool {
 // === impl Pool: its memory ===
 
 impl Pool {
-    /// What this life found in its file.
+    /// Returns the content found at the start.
     pub fn found(&self) -> &Found {
         &self.found
     }
 
-    /// The pool of an earlier life that starts empty now.
+    /// Returns the pool of an earlier life that was given up, if there was one.
     pub fn given_up(&self) -> Option<&GivenUp> {
         match &self.found {
             Found::Unusable(given_up) => Some(given_up),
@@ -217,46 +220,48 @@ impl Pool {
         }
     }
 
-    /// The epoch of the life whose pool this one has taken over. That life has ended: it had the file's lock.
+    /// Returns the epoch of the life whose pool this one has taken over. That life has ended: it had the
+    /// file's lock.
     pub fn former_epoch(&self) -> Option<u64> {
         self.former
     }
 
-    /// Bytes, from the pool's start, whose memory is there: beyond them a page that a full file system cannot give ends
-    /// the process by SIGBUS.
+    /// Returns the bytes with reserved memory, from the pool's start. Beyond them a touch of a page that a
+    /// full file system cannot give ends the process by SIGBUS.
     pub fn reserved_bytes(&self) -> u64 {
-        // SYNC POINT(reserved): acquire; what was discarded below is gone.
+        // SYNC POINT(reserved): acquire; discarded content below is gone.
         self.reserved.load(Ordering::Acquire)
     }
 
-    /// Whether nothing of the pool was lost: a file that others can cut may lose any of it at any time. Asked after what was read
-    /// or written; once false, always false.
+    /// True if no byte of the pool was lost: other processes can cut a file at any time. Call it after reads
+    /// and writes; once false, always false.
     pub fn is_whole(&self) -> bool {
-        // Until a file of something else is emptied, which takes memory from it, nothing of it is in use.
+        // Before a file of other content is emptied, no byte of it is in use, and emptying takes memory from
+        // it.
         let emptied =
             self.reserved_bytes() > pool::SEGMENT_ALIGN || !matches!(self.found, Found::Unusable(_));
         !emptied || self.region.is_whole()
     }
 
-    /// Keeps later lives from a pool that has lost bytes: zeros may lie behind sound headers by now.
+    /// Keeps later lives from a pool with lost bytes: zeros may lie behind sound headers by now.
     pub fn disown(&self) -> Result<(), Error> {
         let settled = rustix::io::pwrite(&self.fd, &0_u64.to_ne_bytes(), header::SETTLED);
         settled.map(drop).map_err(Error::os("disown the pool file"))
     }
 
-    /// Segments whose memory is there.
+    /// Returns the number of segments with reserved memory.
     pub fn reserved_segments(&self) -> u64 {
         (self.reserved_bytes() - pool::SEGMENT_ALIGN) / self.segment_bytes
     }
 
-    /// Whether more memory is to be reserved.
+    /// True if more memory is to be reserved.
     pub fn reserving(&self) -> bool {
         self.reserved_bytes() < self.len() && !self.exhausted.load(Ordering::Relaxed)
     }
 
-    /// Reserves the memory of a segment more, if one is missing. The first such call gives back the memory of a pool
-    /// that this life cannot use: engines that still have it mapped then read zeros, which are no header of a whole slot.
-    /// One thread at a time; after an error there will be no more.
+    /// Reserves the memory of one more segment, if one is missing. The first call gives back the memory of a
+    /// pool this life cannot use: engines with it mapped then read zeros, and these are no header of a whole
+    /// slot. One thread at a time; after an error no more memory is reserved.
     pub fn reserve_some(&self) -> Result<(), Error> {
         let from = self.reserved.load(Ordering::Relaxed);
         if from == self.len() {
@@ -279,8 +284,8 @@ impl Pool {
         Ok(())
     }
 
-    /// The slots of a segment that an earlier life left, which can be filled and freed from now on; `None` where it is
-    /// empty.
+    /// Returns the slots of a segment left by an earlier life, which can be filled and freed from now on;
+    /// `None` if the segment is empty.
     pub fn take_over(&self, number: u64) -> Option<Geometry> {
         if self.found != Found::Pool {
             return None;
@@ -290,13 +295,13 @@ impl Pool {
         Some(geometry)
     }
 
-    /// What is left in slots of such a segment.
+    /// Returns the content of slots in such a segment.
     pub fn remains(&self, number: u64, geometry: &Geometry, slots: Range<u32>) -> Vec<Remains> {
         let Some(view) = self.view() else { return Vec::new() };
         slots.filter_map(|index| view.remains(number, geometry, index, self.life)).collect()
     }
 
-    /// The file through this process's own eyes; `None` where somebody has overwritten the header since.
+    /// Returns a view of this process's mapping; `None` if another process has overwritten the header since.
     fn view(&self) -> Option<PoolView<impl Fn(usize) -> u64>> {
         PoolView::new(|at| self.region.word64(at).load(Ordering::Acquire), self.len()).ok()
     }
@@ -305,17 +310,17 @@ impl Pool {
 // === impl Pool: facts ===
 
 impl Pool {
-    /// Bytes mapped, the header included: what an engine must map.
+    /// Returns the mapped bytes, the header included: an engine must map as many.
     pub fn len(&self) -> u64 {
         self.region.len() as u64
     }
 
-    /// Never: a pool has at least one segment.
+    /// Returns false: a pool has at least one segment.
     pub fn is_empty(&self) -> bool {
         self.block_bytes.is_empty()
     }
 
-    /// Bytes of a segment.
+    /// Returns the bytes of a segment.
     pub fn segment_bytes(&self) -> u64 {
         self.segment_bytes
     }
@@ -324,7 +329,7 @@ impl Pool {
         self.block_bytes.len() as u64
     }
 
-    /// The first number of a filling in this life: give it to [`dram::Dram::raise_generation`].
+    /// Returns the first number of a filling in this life: give it to [`dram::Dram::raise_generation`].
     pub fn first_generation(&self) -> u64 {
         pool::first_generation(self.life)
     }
@@ -333,28 +338,28 @@ impl Pool {
         &self.region
     }
 
-    /// The mapping, for whoever needs it beyond the pool's life: a GPU that has its pages locked.
+    /// Returns the mapping for owners beyond the pool's life: a GPU that has its pages locked.
     pub fn shared_region(&self) -> Arc<Region> {
         Arc::clone(&self.region)
     }
 
-    /// The descriptor this process holds, writable where the pool is a file: never to be sent.
+    /// Returns this process's descriptor, writable if the pool is a file: never send it.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
 
-    /// A descriptor for engines, opened for reading: it cannot be mapped for writing. A memfd's cannot be reopened so either, since
-    /// it is sealed; a file's can, by its owner and root.
+    /// Returns a descriptor for engines, opened for reading: it cannot be mapped for writing. A memfd cannot
+    /// be reopened for writing either, since it is sealed; a file can, by its owner and root.
     pub fn read_only_fd(&self) -> Result<OwnedFd, Error> {
         place::reopen(&self.fd)
     }
 
-    /// The same of a pool file, by a path of it on a read-only mount.
+    /// Returns the same for a pool file, by its path on a read-only mount.
     pub fn open_view(&self, path: &Path) -> Result<OwnedFd, Error> {
         place::open_view(path, &self.fd)
     }
 
-    /// Copies data at pool offset `offset` out, word by word. Nobody may be writing there.
+    /// Copies data at pool offset `offset` out, word by word. No thread may write there meanwhile.
     pub fn read(&self, offset: u64, out: &mut [u8]) {
         let skipped = (offset % 8) as usize;
         let words = self.region.words64(offset as usize - skipped, (skipped + out.len()).div_ceil(8));
@@ -382,8 +387,8 @@ impl Pool {
         self.region.word64((place.header + field) as usize)
     }
 
-    /// Gives segment `number` to blocks of `block_bytes`: marks every slot free, then writes the segment's header.
-    /// False, and nothing written, where there is no such segment or no such block.
+    /// Gives segment `number` to blocks of `block_bytes`: marks every slot free, then writes the segment's
+    /// header. Returns false without a write if there is no such segment or no such block.
     #[must_use = "a slot of a segment without header cannot be filled"]
     pub fn write_segment_header(&self, number: u64, block_bytes: u64) -> bool {
         let Ok(geometry) = Geometry::new(self.segment_bytes, block_bytes) else { return false };
@@ -391,7 +396,7 @@ impl Pool {
             return false;
         };
         self.segment_word(number, segment::MAGIC).store(0, Ordering::Relaxed);
-        // SYNC POINT(segment reuse): whoever sees one of the slot headers below sees no old segment header.
+        // SYNC POINT(segment reuse): a reader of one of the slot headers below sees no old segment header.
         fence(Ordering::Release);
         let first = pool::SEGMENT_ALIGN + number * self.segment_bytes + pool::SEGMENT_HEADER_BYTES;
         for header in (0..u64::from(geometry.slot_count)).map(|index| first + index * pool::SLOT_HEADER_BYTES)
@@ -401,13 +406,13 @@ impl Pool {
         }
         self.segment_word(number, segment::BLOCK_BYTES).store(block_bytes, Ordering::Relaxed);
         self.segment_word(number, segment::SLOT_COUNT).store(geometry.slot_count.into(), Ordering::Relaxed);
-        // SYNC POINT(segment header): whoever sees the magic sees the fields and free slots.
+        // SYNC POINT(segment header): a reader of the magic sees the fields and free slots.
         self.segment_word(number, segment::MAGIC).store(pool::SEGMENT_MAGIC, Ordering::Release);
         known.store(block_bytes, Ordering::Relaxed);
         true
     }
 
-    /// Where the slot at `offset` lies, by what this process wrote.
+    /// Returns the place of the slot at `offset`, by this process's own segment table.
     fn place(&self, offset: u64) -> Option<(SlotPlace, u64)> {
         let number = offset.checked_sub(pool::SEGMENT_ALIGN)? / self.segment_bytes;
         let block_bytes = self.block_bytes.get(usize::try_from(number).ok()?)?.load(Ordering::Relaxed);
@@ -415,19 +420,20 @@ impl Pool {
         Some((place, block_bytes))
     }
 
-    /// The place of a slot that is still in this filling.
+    /// Returns the place of a slot that is still in this filling.
     fn current(&self, slot: SlotRef) -> Option<SlotPlace> {
         let (place, _) = self.place(slot.offset)?;
         let generation = self.slot_word(&place, slot::GENERATION).load(Ordering::Relaxed);
         (generation == slot.generation).then_some(place)
     }
 
-    /// Begins a filling: from now on no reader takes the slot's bytes for a block. False where there is no such slot.
+    /// Begins a filling: from now on no reader takes the slot's bytes for a block. Returns false if there is
+    /// no such slot.
     #[must_use = "a slot that does not exist must not be written"]
     pub fn fill(&self, slot: SlotRef, namespace: NamespaceDigest, key: &BlockKey) -> bool {
         let Some((place, block_bytes)) = self.place(slot.offset) else { return false };
         self.slot_word(&place, slot::STATE).store(pool::FILLING, Ordering::Relaxed);
-        // SYNC POINT(slot reuse): a reader that saw any later byte, of the header or of the block, sees FILLING or
+        // SYNC POINT(slot reuse): a reader of any later byte, of the header or of the block, sees FILLING or
         // another generation when it verifies again.
         fence(Ordering::Release);
         let [low, high] = namespace.words();
@@ -450,8 +456,8 @@ impl Pool {
         true
     }
 
-    /// Ends a filling: the block's bytes, written before, are whole; `checksum` is theirs, zero where it is not known. False
-    /// if the slot is not in this filling.
+    /// Ends a filling: the block's bytes, written before, are whole. `checksum` is their checksum, zero if
+    /// not known. Returns false if the slot is not in this filling.
     #[must_use = "a block that was not committed is not there"]
     pub fn commit(&self, slot: SlotRef, checksum: u64) -> bool {
         let Some(place) = self.current(slot) else { return false };
@@ -462,19 +468,20 @@ impl Pool {
         if checksum != 0 {
             self.store_checksum(&place, checksum);
         }
-        // SYNC POINT(slot commit): a reader that sees COMMITTED with acquire sees the block's bytes and its header.
+        // SYNC POINT(slot commit): a reader that sees COMMITTED with acquire sees the block's bytes and its
+        // header.
         state.store(pool::COMMITTED, Ordering::Release);
         true
     }
 
-    /// Keeps later lives from a block that was removed while its slot is still read, whatever checksum comes for it. Nothing where
-    /// the slot is not in this filling any more.
+    /// Keeps later lives from a removed block whose slot is still read, for any later checksum of it. Without
+    /// effect if the slot is not in this filling any more.
     pub fn disown_slot(&self, slot: SlotRef) {
         let place = self.current(slot);
         place.iter().for_each(|place| self.slot_word(place, slot::LENGTH).store(0, Ordering::Relaxed));
     }
 
-    /// Marks an evicted or abandoned slot free. False if the slot is not in this filling any more.
+    /// Marks an evicted or abandoned slot free. Returns false if the slot is not in this filling any more.
     pub fn free(&self, slot: SlotRef) -> bool {
         let Some(place) = self.current(slot) else { return false };
         self.slot_word(&place, slot::STATE).store(pool::FREE, Ordering::Release);

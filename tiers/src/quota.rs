@@ -1,7 +1,8 @@
-//! Quotas: how many bytes the blocks of some namespaces may take together, and the order in which these go.
+//! Quotas: limits for the bytes of some namespaces' blocks together, and the order of their evictions.
 //!
-//! A quota has queues of its own. They hold its blocks in the order that these have in the queues of their classes, so that the
-//! policy finds the next of them without meeting another's. That costs 12 bytes a slot, in a tier with quotas alone.
+//! A quota has its own queues. They hold its blocks in the order of the queues of their classes, so the
+//! policy finds the quota's next block without meeting blocks of other quotas. That costs 12 bytes a slot, in
+//! a tier with quotas alone.
 
 use crate::entries::{Entry, Queues, Tables};
 use crate::ledger::{HolderId, Used};
@@ -13,7 +14,7 @@ pub struct QuotaId(u32);
 // === impl QuotaId ===
 
 impl QuotaId {
-    /// Its place among all quotas.
+    /// Returns its place among all quotas.
     pub(crate) fn index(self) -> usize {
         self.0 as usize
     }
@@ -27,7 +28,7 @@ pub(crate) struct Quota {
     queues: Queues,
 }
 
-/// What a slot's block counts to.
+/// The quota of a slot's block.
 #[derive(Copy, Clone, Debug)]
 pub(crate) struct Member {
     quota: u32,
@@ -83,13 +84,13 @@ impl Quotas {
         &self.get(quota).queues
     }
 
-    /// Counts a block that is in no queue yet.
+    /// Charges a block of no queue to a quota.
     pub(crate) fn charge(&mut self, id: u32, quota: QuotaId, holder: HolderId, bytes: u64) {
         self.members.get_mut(id).quota = quota.0;
         self.list[quota.0 as usize].used.add(holder, bytes);
     }
 
-    /// Counts a block no more that has left its queue; the quota that it counted to.
+    /// Ends the charge of a block that has left its queue, and returns its quota.
     pub(crate) fn discharge(&mut self, id: u32, holder: HolderId, bytes: u64) -> Option<QuotaId> {
         let member = self.members.get_mut(id);
         let quota = QuotaId(std::mem::replace(&mut member.quota, NIL));
@@ -97,7 +98,7 @@ impl Quotas {
         Some(quota)
     }
 
-    /// Follows a block out of a list of its class.
+    /// Removes a block from its quota's list, when it leaves a list of its class.
     pub(crate) fn left(&mut self, id: u32, entry: &Entry) {
         let Some(quota) = self.list.get_mut(self.members.get(id).quota as usize) else { return };
         if let Some(list) = quota.queues.list(entry) {
@@ -105,7 +106,7 @@ impl Quotas {
         }
     }
 
-    /// Follows a block into one.
+    /// Adds a block to its quota's list, when it enters a list of its class.
     pub(crate) fn entered(&mut self, id: u32, entry: &Entry, spot: Spot) {
         let quota_of = |id| self.members.get(id).quota;
         let spot = spot.among(|ahead| quota_of(ahead) == quota_of(id));

@@ -14,21 +14,21 @@ use crate::list::{List, Spot};
 use crate::quota::{Member, QuotaId, Quotas};
 use crate::standing::Standing;
 
-/// Block sizes that may live in the pool at once; a class without segments gives way to a new one.
+/// Most block sizes in the pool at once; a class without segments gives way to a new one.
 const CLASSES_MAX: usize = 256;
 /// A segment of no class.
 const UNASSIGNED: u16 = u16::MAX;
 
-/// The blocks one of which must go.
+/// The blocks among which one must go.
 #[derive(Copy, Clone, Debug)]
 pub(crate) enum Among {
-    /// All of one size.
+    /// All blocks of one size.
     Class(usize),
-    /// All that count to one quota.
+    /// All blocks charged to one quota.
     Quota(QuotaId),
 }
 
-/// One block size: its slots and the queues they are in.
+/// One block size: its slots and their queues.
 #[derive(Debug)]
 pub(crate) struct Class {
     pub(crate) geometry: Geometry,
@@ -37,11 +37,12 @@ pub(crate) struct Class {
     pub(crate) queues: Queues,
 }
 
-/// What is known of a segment as a whole.
+/// The facts about a segment as a whole.
 #[derive(Copy, Clone, Debug)]
 pub(crate) struct Segment {
     class: u16,
-    /// Slots that are leased, being filled, not verified or an earlier life's debris: while there is one, the segment stays.
+    /// Slots that are leased, being filled, not verified or debris of an earlier life: with any such slot the
+    /// segment stays.
     pub(crate) held: u32,
     /// Slots that are not free.
     pub(crate) used: u32,
@@ -53,12 +54,13 @@ pub(crate) struct Slab {
     pub(crate) entries: Entries,
     pub(crate) segments: Box<[Segment]>,
     pub(crate) classes: Vec<Class>,
-    /// None in a tier without quotas.
+    /// `None` in a tier without quotas.
     pub(crate) quotas: Option<Quotas>,
     segment_bytes: u64,
-    /// Segments in service that no class has had yet, lowest first: GPUs reach the pool from its start upwards.
+    /// Segments in service without a class so far, lowest first: GPUs reach the pool from its start
+    /// upwards.
     fresh: VecDeque<usize>,
-    /// Segments of a class.
+    /// Number of segments with a class.
     assigned: usize,
     slots: u64,
     /// Counts of children too large for the entries' own field, by entry.
@@ -72,7 +74,7 @@ impl Class {
         Self { geometry, segments: 0, free: List::default(), queues: Queues::default() }
     }
 
-    /// The list that an entry is in, or is to be in.
+    /// Returns the list of an entry's place.
     fn list(&mut self, entry: &Entry) -> Option<&mut List> {
         if entry.list_place() == Place::Free { Some(&mut self.free) } else { self.queues.list(entry) }
     }
@@ -81,8 +83,8 @@ impl Class {
 // === impl Slab ===
 
 impl Slab {
-    /// An empty slab, no segment in service. The sizes have been checked: `segments` of `segment_bytes`, a power of two,
-    /// fit a pool.
+    /// Makes an empty slab, no segment in service. The caller has checked the sizes: `segments` of
+    /// `segment_bytes`, a power of two, fit a pool.
     pub(crate) fn new(segment_bytes: u64, segments: usize) -> Self {
         let shift = (segment_bytes / pool::SLOT_ALIGN).trailing_zeros();
         debug_assert!(
@@ -103,13 +105,13 @@ impl Slab {
         }
     }
 
-    /// The quotas, made with the first.
+    /// Returns the quotas, made with the first one.
     pub(crate) fn quotas_mut(&mut self) -> &mut Quotas {
         assert_eq!(self.assigned, 0, "quotas come before blocks");
         self.quotas.get_or_insert_with(|| Quotas::new(Tables::like(&self.entries)))
     }
 
-    /// The class, other than one, of which a holder has the most blocks that could go.
+    /// Returns the class with the most evictable bytes of a holder, other than `besides`.
     pub(crate) fn main_class(&self, holder: HolderId, besides: usize) -> Option<usize> {
         let blocks = |class: &Class| {
             let lists = class.queues.holders().find(|id| *id == holder).map(|id| class.queues.of(id));
@@ -121,7 +123,7 @@ impl Slab {
         others.max_by_key(|(_, class)| blocks(class)).map(|(at, _)| at)
     }
 
-    /// Lists of the policy.
+    /// Returns lists of the policy.
     pub(crate) fn queues(&self, among: Among) -> &Queues {
         match (among, &self.quotas) {
             (Among::Class(class), _) => &self.classes[class].queues,
@@ -130,7 +132,7 @@ impl Slab {
         }
     }
 
-    /// The entry that lies before one in a list of the policy.
+    /// Returns the entry before another in a list of the policy.
     pub(crate) fn ahead(&self, among: Among, id: u32) -> Option<u32> {
         let link = match (among, &self.quotas) {
             (Among::Quota(_), Some(quotas)) => quotas.members.get(id).link(),
@@ -139,39 +141,39 @@ impl Slab {
         (link.previous != crate::list::NIL).then_some(link.previous)
     }
 
-    /// The entry that lies behind one in its list.
+    /// Returns the entry behind another in its list.
     pub(crate) fn behind(&self, id: u32) -> Option<u32> {
         let link = self.entries.get(id).link;
         (link.next != crate::list::NIL).then_some(link.next)
     }
 
-    /// Whether a segment is in service that no class has had yet.
+    /// True if a segment in service has had no class so far.
     pub(crate) fn has_fresh(&self) -> bool {
         !self.fresh.is_empty()
     }
 
-    /// Slots of all assigned segments.
+    /// Returns the number of slots of all assigned segments.
     pub(crate) fn slots(&self) -> u64 {
         self.slots
     }
 
-    /// Segments that are assigned to a class.
+    /// Returns the number of segments with a class.
     pub(crate) fn assigned(&self) -> usize {
         self.assigned
     }
 
-    /// The class of an entry.
+    /// Returns the class of an entry.
     #[inline]
     pub(crate) fn class_of(&self, id: u32) -> usize {
         self.segments[self.entries.segment(id)].class.into()
     }
 
-    /// Bytes of the block in an entry's slot.
+    /// Returns the bytes of the block in an entry's slot.
     pub(crate) fn block_bytes(&self, id: u32) -> u64 {
         self.classes[self.class_of(id)].geometry.block_bytes
     }
 
-    /// The wire's name of an entry's slot in its present filling.
+    /// Returns the reference to an entry's slot in its present filling.
     #[inline]
     pub(crate) fn slot_ref(&self, id: u32) -> SlotRef {
         let (segment, slot) = self.entries.split(id);
@@ -181,7 +183,7 @@ impl Slab {
         SlotRef { offset, generation: self.entries.get(id).generation }
     }
 
-    /// The entry of a slot in its present filling.
+    /// Returns the entry of a slot in its present filling.
     pub(crate) fn find(&self, slot: SlotRef) -> Option<u32> {
         let segment =
             usize::try_from(slot.offset.checked_sub(pool::SEGMENT_ALIGN)? / self.segment_bytes).ok()?;
@@ -191,7 +193,7 @@ impl Slab {
         (self.entries.get(id).generation == slot.generation).then_some(id)
     }
 
-    /// The class of a block size, made if there is none; `None` if there are too many.
+    /// Returns the class of a block size, made if there is none; `None` if there are too many.
     pub(crate) fn class(&mut self, geometry: Geometry) -> Option<usize> {
         if let Some(found) = self.classes.iter().position(|class| class.geometry == geometry) {
             return Some(found);
@@ -207,7 +209,7 @@ impl Slab {
         Some(self.classes.len() - 1)
     }
 
-    /// Takes a segment into service, empty.
+    /// Takes an empty segment into service.
     pub(crate) fn add_fresh(&mut self, segment: usize) {
         self.fresh.push_back(segment);
     }
@@ -240,7 +242,7 @@ impl Slab {
         self.slots += u64::from(slots);
     }
 
-    /// The entry of a slot of an assigned segment.
+    /// Returns the entry of a slot of an assigned segment.
     pub(crate) fn entry(&self, segment: usize, index: u32) -> Option<u32> {
         let exists = (index as usize) < self.entries.get_table(segment)?.len();
         exists.then(|| self.entries.join(segment, index as usize))
@@ -259,8 +261,8 @@ impl Slab {
         self.segments[segment].class = UNASSIGNED;
     }
 
-    /// The segment to take from a class of which `is_meant` is true: of the one that uses the most bytes, the one with the
-    /// fewest blocks. Never one with a leased slot.
+    /// Returns the segment to take from a class accepted by `is_meant`: from the class with the most
+    /// segments, the segment with the fewest blocks. Never returns one with a leased slot.
     pub(crate) fn victim(&self, is_meant: impl Fn(usize) -> bool) -> Option<usize> {
         let stealable = |segment: &Segment| {
             segment.held == 0 && segment.class != UNASSIGNED && is_meant(usize::from(segment.class))
@@ -276,26 +278,27 @@ impl Slab {
             .map(|(at, _)| at)
     }
 
-    /// Committed blocks of a segment.
+    /// Returns the committed blocks of a segment.
     pub(crate) fn blocks(&self, segment: usize) -> Vec<u32> {
         let committed = |id: &u32| self.entries.get(*id).state() == State::Committed;
         self.entries.of_segment(segment).filter(committed).collect()
     }
 
-    /// Entries of a segment whose slots are not free.
+    /// Returns the entries of a segment whose slots are not free.
     pub(crate) fn used(&self, segment: usize) -> impl Iterator<Item = u32> + '_ {
         let used = |id: &u32| self.entries.get(*id).state() != State::Free;
         self.entries.of_segment(segment).filter(used)
     }
 
-    /// Moves an entry from the list it is in to the free ones, or to none.
+    /// Moves an entry from its list to the free list, or to none.
     pub(crate) fn move_to(&mut self, id: u32, place: Place) {
         debug_assert!(place != Place::Kept, "the policy says where in which list");
         self.leave(id);
         self.enter(id, place, Spot::Head);
     }
 
-    /// Moves an entry from the list it is in to the one of its standing's sort. The entry before its new place has that sort.
+    /// Moves an entry from its list to the list of its standing's sort. The entry before its new place has
+    /// that sort.
     pub(crate) fn keep(&mut self, id: u32, standing: Standing, spot: Spot) {
         self.leave(id);
         self.entries.get_mut(id).standing = standing;

@@ -1,8 +1,9 @@
 //! The SSD tier: an append-only log of blocks on each device.
 //!
-//! [`Log`] decides, purely, on the caller's thread: which block lies where, what is reclaimed, what is refused. A
-//! [`Device`] carries out on threads of its own, through io_uring where the kernel has it. Between them go [`Job`]s down and [`Up`]s back, plain
-//! data. The layout on a device is the module `format`; what survives a kill or a power cut is read back by `recovery`.
+//! [`Log`] decides, purely, on the caller's thread: the place of each block, reclamation, refusals. A
+//! [`Device`] carries out on its own threads, through io_uring if the kernel has it. The log sends [`Job`]s
+//! down and the device [`Up`]s back, as plain data. The module `format` has the layout on a device;
+//! `recovery` reads back the blocks that survive a kill or a power cut.
 
 mod device;
 mod format;
@@ -31,7 +32,7 @@ pub use crate::io::carrier::Backend;
 #[derive(Copy, Clone, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub struct Ticket(pub(crate) u64);
 
-/// Where something begins on a device.
+/// A place on a device: the begin of a structure.
 #[derive(Copy, Clone, Debug, Eq, Hash, PartialEq)]
 pub struct Place {
     pub segment: u32,
@@ -39,15 +40,15 @@ pub struct Place {
     pub unit: u32,
 }
 
-/// Sizes of one device, as they were found or chosen when it was opened.
+/// Sizes of one device, found or chosen when it was opened.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct Geometry {
-    /// Bytes of the smallest transfer: what direct I/O and the file system handle whole.
+    /// Bytes of the smallest transfer: direct I/O and the file system handle this many whole.
     pub unit_bytes: u64,
     /// Bytes of a segment.
     pub segment_bytes: u64,
     pub segments: u32,
-    /// Sequences of this life begin here: above all that earlier lives gave out.
+    /// Sequences of this life begin here, above all sequences of earlier lives.
     pub first_sequence: u64,
 }
 
@@ -56,68 +57,68 @@ pub struct Geometry {
 pub struct Job {
     /// Number of the device, as in [`Config::devices`].
     pub device: usize,
-    /// The name that [`Done`] answers with.
+    /// The ticket repeated in [`Done`].
     pub ticket: Ticket,
     pub work: Work,
 }
 
-/// What a device can do. Pool offsets name slots that stay the job's until its [`Done`].
+/// The kinds of work of a device. A pool offset names a slot; the job owns the slot until its [`Done`].
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub enum Work {
-    /// Writes a segment's header; every earlier block in it is gone.
+    /// Writes a segment's header; every earlier block in the segment is gone.
     Begin { segment: u32, sequence: u64 },
-    /// Computes a block's checksum and writes it, header first, from the pool.
+    /// Computes a block's checksum and writes the block, header first, from the pool.
     Write {
         place: Place,
         sequence: u64,
-        /// What the block is.
+        /// The label of the block.
         label: Label,
-        /// Where its bytes lie in the pool.
+        /// Pool offset of its bytes.
         from: u64,
     },
     /// Reads a block into the pool and verifies its header and its checksum.
     Read {
         place: Place,
-        /// The sequence it was written under.
+        /// The sequence under which it was written.
         sequence: u64,
-        /// What it must be.
+        /// The expected label.
         label: Label,
-        /// Where its bytes go in the pool.
+        /// Pool offset for its bytes.
         into: u64,
     },
     /// Verifies a block and writes it again elsewhere on the device.
     Move {
         from: Place,
-        /// The sequence it was written under.
+        /// The sequence under which it was written.
         from_sequence: u64,
         to: Place,
         /// The sequence of the segment there.
         to_sequence: u64,
-        /// What it must be.
+        /// The expected label.
         label: Label,
     },
-    /// Writes a segment's footer: what was written in it since its `Begin`.
+    /// Writes a segment's footer: the list of blocks written in it since its `Begin`.
     Seal { segment: u32, sequence: u64 },
-    /// Finds out whether a device that failed works again: writes and reads a unit that holds nothing.
+    /// Checks if a failed device works again: writes and reads a unit of no other use.
     Check,
-    /// Ends the reads and writes of blocks that the device was not given yet, as [`Fault::Stopped`]: it does not answer.
+    /// Ends the queued reads and writes of blocks as [`Fault::Stopped`], since the device does not answer.
     GiveUp,
-    /// No later life finds a namespace's blocks in segments of sequences below `before`.
+    /// Hides a namespace's blocks in segments of sequences below `before` from later lives.
     Distrust { namespace: NamespaceDigest, before: u64 },
 }
 
-/// A job has ended: the slot it had is the caller's again.
+/// A job has ended: its slot belongs to the caller again.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct Done {
     pub device: usize,
     pub ticket: Ticket,
-    /// Microseconds from when the device took it up.
+    /// Microseconds since the device took it up.
     pub micros: u64,
-    /// What came of it.
+    /// The result of the job.
     pub result: Result<(), Fault>,
 }
 
-/// Why a job failed. Each is a miss, and counted by its [`Fault::kind`].
+/// The reason of a job's failure. Each failure is a miss, and counted by its [`Fault::kind`].
 #[derive(Copy, Clone, Debug, Eq, Error, PartialEq)]
 pub enum Fault {
     #[error("{0}")]
@@ -125,7 +126,7 @@ pub enum Fault {
     /// A transfer ended early.
     #[error("{moved} of {wanted} bytes were transferred")]
     Short { moved: u64, wanted: u64 },
-    /// What lies there is not what was written.
+    /// The bytes there differ from the written ones.
     #[error("the {0} does not match")]
     Corrupt(&'static str),
     /// The device was stopped before the job's turn.
@@ -134,7 +135,7 @@ pub enum Fault {
 }
 
 shm_protocol::named! {
-    /// Faults as they are counted.
+    /// Kinds of faults, for metrics.
     pub enum FaultKind {
         /// ENOSPC, EDQUOT or EFBIG: the file cannot hold what it was made for.
         NoSpace = "no_space",
@@ -144,7 +145,7 @@ shm_protocol::named! {
         Gone = "gone",
         /// A transfer ended early.
         Short = "short",
-        /// Other bytes than were written.
+        /// Other bytes than the written ones.
         Corrupt = "corrupt",
         /// A job took longer than [`Config::late_ms`].
         Late = "late",
@@ -152,21 +153,21 @@ shm_protocol::named! {
     }
 }
 
-/// What a device tells its caller.
+/// A report of a device to its caller.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub enum Up {
     /// A job has ended.
     Done(Done),
-    /// Blocks that earlier lives left: for [`Log::recovered`].
+    /// Blocks left by earlier lives: for [`Log::recovered`].
     Recovered(Recovered),
-    /// Something an operator should know.
+    /// A text for the operator's log.
     Note(String),
 }
 
-/// A function of the caller for everything from a device's threads.
+/// A function of the caller for every report from a device's threads.
 pub(crate) type Tell = Arc<dyn Fn(Up) + Send + Sync>;
 
-/// A part of what earlier lives left on a device, newest first.
+/// A part of the blocks left by earlier lives on a device, newest first.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Recovered {
     pub device: usize,
@@ -174,31 +175,31 @@ pub struct Recovered {
     pub segment: u32,
     /// The sequence of its blocks.
     pub sequence: u64,
-    /// Blocks, with the units they begin at.
+    /// Blocks, with the units of their begins.
     pub blocks: Vec<(u32, Label)>,
-    /// Whether the segment could not be read, or not to its end: it may hold more.
+    /// True if the segment could not be read, or not to its end: it may hold more.
     pub unreadable: bool,
-    /// Segments that were read so far.
+    /// Number of segments read so far.
     pub segments_read: u32,
-    /// Whether this was all: from now on the device takes writes.
+    /// True for the last part: from now on the device takes writes.
     pub last: bool,
 }
 
-/// What a job's end means for the caller.
+/// The consequence of a job's end for the caller.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub enum Ended {
-    /// The slot's block was written, or not: unpin the slot.
+    /// The write of the slot's block has ended: unpin the slot.
     Written {
         slot: SlotRef,
-        /// Whether the block is kept now.
+        /// True if the block is kept now.
         ok: bool,
     },
-    /// The slot holds the block, verified, or nothing of worth.
+    /// The read into the slot has ended.
     Read {
         ticket: Ticket,
         key: BlockKey,
         slot: SlotRef,
-        /// Whether the slot holds the block.
+        /// True if the slot holds the block, verified.
         ok: bool,
     },
 }
@@ -214,7 +215,8 @@ impl fmt::Display for Ticket {
 // === impl Fault ===
 
 impl Fault {
-    /// The kind it is counted under; `None` for one that says nothing of the device.
+    /// Returns the kind under which the fault is counted; `None` for a fault without significance for the
+    /// device.
     pub fn kind(&self) -> Option<FaultKind> {
         Some(match self {
             Self::Io(Errno::NOSPC | Errno::DQUOT | Errno::FBIG) => FaultKind::NoSpace,

@@ -41,7 +41,7 @@ impl Sort {
         Self(index as u8)
     }
 
-    /// Whether a request is at work with the block.
+    /// True if a request is at work with the block.
     pub(crate) fn is_open(self) -> bool {
         self.0 < Self::FIRST_TURN
     }

@@ -1,8 +1,8 @@
-//! What became findable in a tier and what ceased to be, in order: for who tells others of it.
+//! The blocks newly findable in a tier and those no longer findable, in order: for announcements.
 
 use shm_protocol::key::BlockKey;
 
-/// The log; `None` while nobody watches, and then an event costs one comparison.
+/// The log; `None` without a watcher, and then an event costs one comparison.
 #[derive(Debug, Default)]
 pub(crate) struct Watch(Option<Vec<(BlockKey, bool)>>);
 

@@ -1,5 +1,6 @@
-//! A process is killed at any moment while it writes, reads and reclaims; the next one serves what was whole, and nothing
-//! else. `KILLS=200 SEED=7 cargo test -p tiers --test crash -- --nocapture` tells what came of it.
+//! A process is killed at any moment while it writes, reads and reclaims; the next one serves the whole
+//! blocks, and no others. `KILLS=200 SEED=7 cargo test -p tiers --test crash -- --nocapture` prints the
+//! tally.
 
 mod rig;
 
@@ -15,26 +16,26 @@ use tiers::ssd::Backend;
 
 /// Kills of a plain `cargo test`.
 const KILLS: u64 = 6;
-/// Kills that one log sees: by then it has gone round several times.
+/// Kills on one log: by then it has gone round several times.
 const LIVES: u64 = 8;
-/// The longest time from the first block that is kept to the end.
+/// The longest time from the first kept block to the end.
 const LIFE_US_MAX: u64 = 250_000;
-/// The youngest blocks of a life, which no reclamation can have reached: a tenth of the log's bytes.
+/// The youngest blocks of a life, out of reach of any reclamation: a tenth of the log's bytes.
 const YOUNGEST: usize = 50;
 
-/// What was found after the kills.
+/// The findings after the kills.
 #[derive(Debug, Default)]
 struct Tally {
-    /// Blocks that a process said were kept, before it was killed.
+    /// Blocks reported as kept by a process before it was killed.
     kept: usize,
     /// Their bytes, in logs: reclamation begins before the first is full.
     logs: f64,
     served: u64,
-    /// Of the youngest kept, those not served.
+    /// Blocks among the youngest kept ones that were not served.
     lost: u64,
-    /// Served, and nobody had said that they were kept yet.
+    /// Blocks served without an earlier report.
     unreported: u64,
-    /// Blocks whose headers were found, and not the bytes.
+    /// Blocks with a found header and missing bytes.
     torn: u64,
     wrong: u64,
 }
@@ -44,12 +45,12 @@ fn number(name: &str, default: u64) -> u64 {
     given.map_or(default, |number| number.unwrap_or_else(|| panic!("{name} is no number")))
 }
 
-/// Bytes of a block: from one unit to sixteen, most of which end within one.
+/// Bytes of a block: from one unit to sixteen, mostly not whole units.
 fn bytes(block: u64) -> u64 {
     (block * 7919 % 8000 + 1) * 8
 }
 
-/// Runs a life until it is killed, and hears which blocks are kept.
+/// Runs a life until it is killed, and returns the blocks it reported as kept.
 fn life(log: &Path, seed: u64, first: u64, kill_us: u64) -> Vec<u64> {
     let mut child = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "child", "--ignored", "--nocapture"])
@@ -73,7 +74,7 @@ fn life(log: &Path, seed: u64, first: u64, kill_us: u64) -> Vec<u64> {
     all
 }
 
-/// What a killed process left, read through.
+/// Reads the log of a killed process through.
 fn look(log: &Path, kept: &[u64], all: &BTreeSet<u64>, next: u64, tally: &mut Tally) {
     let mut rig = Rig::new(&Plan::new(log, LOG_BYTES));
     rig.recover();
@@ -110,7 +111,7 @@ fn what_is_served_after_a_kill_is_right() {
             let kept = life(&folder.file(), child, first, kill_us);
             tally.kept += kept.len();
             tally.logs += kept.iter().map(|block| bytes(*block)).sum::<u64>() as f64 / LOG_BYTES as f64;
-            // Some were on their way beyond the last that is known.
+            // Some were on their way beyond the last known one.
             first = kept.iter().max().unwrap().max(&first) + 1000;
             all.extend(&kept);
             look(&folder.file(), &kept, &all, first, &mut tally);
@@ -132,7 +133,7 @@ fn child() {
     rig.recover();
     loop {
         match random.next() % 8 {
-            // Asked for again: reclamation moves it.
+            // Used again: reclamation moves it.
             0 => drop(rig.read(next.saturating_sub(1 + random.next() % 200))),
             // Dropped, or never there: written again.
             1 => {

@@ -1,4 +1,4 @@
-//! The SSD tier on real devices: files, block devices, and what they do when they fail.
+//! The SSD tier on real devices: files, block devices, and their failures.
 
 #[path = "ssd/faults.rs"]
 mod faults;
@@ -40,7 +40,8 @@ fn what_was_asked_for_outlives_reclamation_and_the_rest_goes_in_order() {
     let mut rig = Rig::new(&plan);
     rig.recover();
     rig.makes_room = true;
-    // Twenty segments have place for some 900 such blocks: 3,000 go round thrice. The first ten are asked for all the time.
+    // Twenty segments have place for some 900 such blocks: 3,000 go round thrice. The first ten are read all
+    // the time.
     let bytes = 64 << 10;
     for number in 0..3_000 {
         assert!(rig.write(number, bytes));
@@ -60,7 +61,7 @@ fn what_was_asked_for_outlives_reclamation_and_the_rest_goes_in_order() {
     let mut rig = Rig::new(&plan);
     rig.recover();
     let again: Vec<u64> = (0..3_000).filter(|number| rig.read(*number)).collect();
-    // What was dropped but not written over yet is found again.
+    // Dropped blocks not overwritten yet are found again.
     assert!((0..10).chain(kept).all(|number| again.contains(&number)), "{again:?}");
 }
 

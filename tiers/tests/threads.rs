@@ -1,4 +1,4 @@
-//! The tests of the SSD tier, where the kernel gives no io_uring.
+//! The tests of the SSD tier, for kernels without io_uring.
 
 #[path = "ssd.rs"]
 mod ssd;

@@ -51,8 +51,8 @@ pub struct Options {
     /// Container that runs vLLM; needed if several containers may
     #[arg(long, value_name = "NAME")]
     pub container: Option<String>,
-    /// Copier of blocks on a GPU: the engine, or the faster sidecar. The sidecar needs the GPU, by the
-    /// engine's resource claim or the nodes' NVIDIA runtime
+    /// Side that copies blocks on a GPU: the engine, or the faster sidecar. The sidecar needs the GPU, by the engine's
+    /// resource claim or the nodes' NVIDIA runtime
     #[arg(long, value_enum, default_value = "engine")]
     pub copy: Copies,
     /// Role of the connector: whether it saves blocks, loads them, or both

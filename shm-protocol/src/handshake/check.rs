@@ -1,6 +1,7 @@
-//! The rules of a [`Hello`], stated once: the engine follows them before it connects, the sidecar before it answers.
+//! The rules of a [`Hello`], stated once: the engine checks them before it connects, the sidecar before it
+//! answers.
 //!
-//! What they cannot know is checked where it is known: what a descriptor's file holds, and who may send one.
+//! The sidecar checks the sizes of descriptors' files, and the senders of descriptors, elsewhere.
 
 use std::fmt::{self, Display, Formatter};
 
@@ -14,7 +15,8 @@ use crate::layout::{
 };
 use crate::versions::RELEASE_BYTES_MAX;
 
-/// Bytes of a block that no engine has: far below it sums of a few block lengths cannot overflow.
+/// An exclusive limit for the bytes of a block, above those of any engine: sums of a few block lengths cannot
+/// overflow.
 const BLOCK_BYTES_END: u64 = 1 << 40;
 
 /// Bytes of the longest name of an engine.
@@ -41,7 +43,7 @@ fn range(
     if valid { Ok(()) } else { Err(HandshakeError::Range { field, value: value.to_string(), rule }) }
 }
 
-/// The name of a release, which logs and errors repeat.
+/// Checks the name of a release, since logs and errors repeat it.
 pub(super) fn release(name: &str) -> Result<(), HandshakeError> {
     let length = name.len();
     range("release (its length)", length, (1..=RELEASE_BYTES_MAX).contains(&length), "1 to 64 bytes")
@@ -50,8 +52,8 @@ pub(super) fn release(name: &str) -> Result<(), HandshakeError> {
 // === impl Hello ===
 
 impl Hello {
-    /// Checks every field against the limits, against the other fields, and against the number of descriptors that
-    /// travel with the record.
+    /// Checks every field against the limits, against the other fields, and against the number of descriptors
+    /// sent with the record.
     pub fn check(&self, descriptors: usize) -> Result<(), HandshakeError> {
         release(&self.release)?;
         let length = self.engine.len();
@@ -112,7 +114,7 @@ impl WorkerHello {
         self.cuda.as_ref().map_or(Ok(()), |cuda| cuda.check(self))
     }
 
-    /// Which rank it is, and which part of a block it holds.
+    /// Checks the rank's number and its part of a block.
     fn check_place(&self, world_size: u32) -> Result<(), HandshakeError> {
         range("rank", self.rank, self.rank < world_size, "below world_size")?;
         range("shards", self.shards, (1..=world_size).contains(&self.shards), "1 to world_size")?;
@@ -121,7 +123,7 @@ impl WorkerHello {
         range("shard", self.shard, self.shard == shard, "rank / (world_size / shards)")
     }
 
-    /// What it states of its namespace beside the facts.
+    /// Checks the statements about its namespace outside the facts.
     fn check_claims(&self) -> Result<(), HandshakeError> {
         if let Some(expects) = &self.expects {
             let digits = expects.bytes().filter(|digit| matches!(digit, b'0'..=b'9' | b'a'..=b'f')).count();
@@ -176,7 +178,7 @@ impl WorkerHello {
         )
     }
 
-    /// Checks where a block is cut into the parts of a load: also of a rank that sends no cuts, but copies by them.
+    /// Checks the ends of the parts of a load. A rank that sends no cuts, but copies by them, calls this too.
     pub fn check_cuts(&self, cuts: &[u64]) -> Result<(), HandshakeError> {
         let count = cuts.len();
         range("cuts (their number)", count, (1..=CUTS_MAX).contains(&count), "1 to 255")?;

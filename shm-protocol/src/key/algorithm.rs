@@ -1,4 +1,4 @@
-//! Which hash, over which encoding, and by which rule a chain begins.
+//! The algorithm of block hashes: the hash, the encoding under it, and the rule for the first parent.
 
 use serde::Deserialize;
 use sha2::block_api::compress256;
@@ -23,7 +23,7 @@ crate::named! {
 }
 
 crate::named! {
-    /// How vLLM makes NONE_HASH, the parent of a first block.
+    /// The rule by which vLLM makes NONE_HASH, the parent of a first block.
     #[derive(Default, Deserialize)]
     #[serde(try_from = "String")]
     pub enum NoneHashRule {
@@ -35,29 +35,30 @@ crate::named! {
     }
 }
 
-/// The end of the fact where keys have the second digest.
+/// The end of the fact, for keys with the second digest.
 const SECOND: &str = "+sha256";
 
 // === impl Algorithm ===
 
 impl Algorithm {
-    /// The algorithm of a namespace's fact `hash_algorithm`, with or without the second digest.
+    /// Returns the algorithm of a namespace's fact `hash_algorithm`, with or without the second digest.
     pub fn of_fact(fact: &str) -> Result<Self, KeyError> {
         fact.strip_suffix(SECOND).unwrap_or(fact).parse()
     }
 
-    /// The fact `hash_algorithm` for vLLM's algorithm of this name: keys of short hashes have a second digest.
+    /// Returns the fact `hash_algorithm` for vLLM's algorithm of this name: keys of short hashes have a
+    /// second digest.
     pub fn fact_of(name: &str) -> String {
         let is_short = Self::named(name).is_some_and(|algorithm| !algorithm.is_cryptographic());
         format!("{name}{}", if is_short { SECOND } else { "" })
     }
 
-    /// Bytes of its hashes.
+    /// Returns the bytes of its hashes.
     pub const fn hash_bytes(self) -> usize {
         if self.is_cryptographic() { HASH_BYTES_MAX } else { HASH_BYTES_SHORT }
     }
 
-    /// vLLM's hash: the first bytes of a key, or all.
+    /// Returns vLLM's hash: the first bytes of a key, or all.
     pub fn bytes(self, hash: &BlockHash) -> &[u8] {
         &hash.0[..self.hash_bytes()]
     }
@@ -70,7 +71,8 @@ impl Algorithm {
         matches!(self, Self::Sha256Cbor | Self::Sha256)
     }
 
-    /// The hash of these bytes, which are used up. One of 16 bytes leaves the others zero.
+    /// Returns the hash of these bytes, and uses the buffer up. A hash of 16 bytes leaves the other bytes
+    /// zero.
     pub(super) fn digest(self, bytes: &mut Vec<u8>) -> BlockHash {
         if self.is_cryptographic() {
             return BlockHash(hash_sha256(bytes));
@@ -81,7 +83,8 @@ impl Algorithm {
     }
 }
 
-/// SHA-256 of a message that may be padded where it lies: for one block a sixth faster than through a hasher's buffer.
+/// Returns SHA-256 of a message, padding it in place: for one block a sixth faster than through a hasher's
+/// buffer.
 pub(super) fn hash_sha256(message: &mut Vec<u8>) -> [u8; 32] {
     /// FIPS 180-4, 5.3.3.
     const INITIAL: [u32; 8] = [

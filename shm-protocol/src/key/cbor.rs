@@ -1,4 +1,5 @@
-//! Canonical CBOR of what vLLM hashes: `[parent, [token, ...], extra keys | null]`, every head in its shortest form.
+//! Canonical CBOR of vLLM's hashed values: `[parent, [token, ...], extra keys | null]`, every head in its
+//! shortest form.
 
 use super::extra::{Atom, ExtraForm, ExtraKey};
 
@@ -11,7 +12,7 @@ const NULL: u8 = 0xf6;
 /// A head: the first byte and at most eight of the argument.
 const HEAD_BYTES_MAX: usize = 9;
 
-/// Appends one block. `extra` was checked.
+/// Appends one block. The caller has checked `extra`.
 pub(super) fn block<T: Copy + Into<u64>>(
     out: &mut Vec<u8>,
     parent: &[u8],
@@ -27,7 +28,7 @@ pub(super) fn block<T: Copy + Into<u64>>(
     if extra.is_empty() { out.push(NULL) } else { append_extra(out, extra, form) }
 }
 
-/// Appends extra keys, which were checked.
+/// Appends extra keys. The caller has checked them.
 pub(super) fn append_extra(out: &mut Vec<u8>, extra: &[ExtraKey], form: ExtraForm) {
     head(out, ARRAY, extra.len() as u64);
     for key in extra {
@@ -67,8 +68,9 @@ fn head(out: &mut Vec<u8>, major: u8, argument: u64) {
     out.extend_from_slice(&bytes[..length]);
 }
 
-/// The hot path: room for all of them at once, no branch on a token's size. The pickle form has the same loop: one function
-/// for both, with the encoder as an argument, took 120 ns a block for these 65.
+/// Appends integers. This is the hot path: room for all of them at once, no branch on a token's size. The
+/// pickle form has the same loop: one function for both, with the encoder as an argument, took 120 ns a block
+/// where this loop takes 65.
 fn integers<T: Copy + Into<u64>>(out: &mut Vec<u8>, values: &[T]) {
     let mut end = out.len();
     out.resize(end + values.len() * HEAD_BYTES_MAX, 0);

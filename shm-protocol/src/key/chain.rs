@@ -6,18 +6,18 @@ use super::{
     PICKLE_BLOCK_TOKENS_MAX, cbor, pickle,
 };
 
-/// What NONE_HASH is made of since vLLM 0.29 where no PYTHONHASHSEED is set and the hash is cryptographic.
+/// The seed of NONE_HASH since vLLM 0.29 if PYTHONHASHSEED is not set and the hash is cryptographic.
 pub const DEFAULT_SEED: &str = "vllm-none-hash";
 
-/// Python takes "random" or a number; vLLM makes 64 hex digits where there is none.
+/// Most bytes of a seed. Python takes "random" or a number; vLLM makes 64 hex digits if there is none.
 const SEED_BYTES_MAX: usize = 255;
 
 /// Most tokens of a block: thousands of times vLLM's usual 16, and half a MiB to encode.
 pub const BLOCK_TOKENS_MAX: u32 = 1 << 16;
 
-/// The keys of one request's blocks, growing with its tokens. What was hashed is never hashed again.
+/// The keys of one request's blocks, growing with its tokens. No token is hashed twice.
 ///
-/// Tokens are u32, or u64 for who must.
+/// Tokens are u32, or u64 for callers with wider ones.
 #[derive(Clone, Debug)]
 pub struct Chain {
     links: Links,
@@ -27,7 +27,7 @@ pub struct Chain {
     pending: Vec<u64>,
 }
 
-/// What makes a hash of a parent and a block.
+/// The settings by which a parent and a block make a hash.
 #[derive(Clone, Debug)]
 struct Links {
     algorithm: Algorithm,
@@ -35,13 +35,14 @@ struct Links {
     /// NONE_HASH; vLLM up to 0.28 may have one longer than the hashes.
     first: BlockHash,
     first_bytes: usize,
-    /// The key of the block before the first one, where the chain goes on with another.
+    /// The key before the chain's first block, if the chain continues another.
     before: Option<BlockHash>,
-    /// The encoding of one block, kept for its room.
+    /// The encoding of one block, kept to reuse its allocation.
     encoded: Vec<u8>,
 }
 
-/// NONE_HASH of an engine whose PYTHONHASHSEED is `seed`.
+/// Returns NONE_HASH of an engine with PYTHONHASHSEED `seed`. Fails if it is random without a seed, or the
+/// seed is too long.
 pub fn none_hash(
     algorithm: Algorithm,
     rule: NoneHashRule,
@@ -64,7 +65,8 @@ pub fn none_hash(
 // === impl Chain ===
 
 impl Chain {
-    /// An empty chain of blocks of `block_tokens` tokens, its extra keys tagged.
+    /// Makes an empty chain of blocks of `block_tokens` tokens, its extra keys tagged. Fails on a block of 0
+    /// or too many tokens, or a `none_hash` of wrong length.
     pub fn new(algorithm: Algorithm, none_hash: &[u8], block_tokens: u32) -> Result<Self, KeyError> {
         let limit = if algorithm.is_pickle() { PICKLE_BLOCK_TOKENS_MAX } else { BLOCK_TOKENS_MAX };
         if block_tokens == 0 || block_tokens > limit {
@@ -77,14 +79,14 @@ impl Chain {
         Ok(Self { links, block_tokens: block_tokens as usize, hashes: Vec::new(), pending: Vec::new() })
     }
 
-    /// The same chain, its first block behind the one with the key `before`; for an empty chain.
+    /// Makes the empty chain continue behind the block with the key `before`.
     #[must_use]
     pub fn behind(mut self, before: BlockHash) -> Self {
         self.links.before = Some(before);
         self
     }
 
-    /// The same chain with its extra keys in this form, to be said before any are given.
+    /// Sets the form of the chain's extra keys; call it before the first extra key.
     #[must_use]
     pub fn with_form(mut self, form: ExtraForm) -> Self {
         self.links.form = form;
@@ -96,9 +98,11 @@ impl Chain {
         self.extend(tokens, &mut std::iter::repeat(&[][..]));
     }
 
-    /// Appends tokens; `extra[i]` are the extra keys of the `i`-th block that was not full before, none beyond its end.
+    /// Appends tokens; `extra[i]` are the extra keys of the `i`-th block not full before, none beyond its
+    /// end.
     ///
-    /// Keys of a block that stays partial are not kept: give them again when it fills. On an error nothing is appended.
+    /// Extra keys of a block that stays partial are not kept: give them again when it fills. On an error
+    /// nothing is appended.
     pub fn append_with<T: Copy + Into<u64>, E: AsRef<[ExtraKey]>>(
         &mut self,
         tokens: &[T],
@@ -109,24 +113,25 @@ impl Chain {
         Ok(())
     }
 
-    /// Keys of the full blocks so far; [`Algorithm::bytes`] has vLLM's hash of each.
+    /// Returns the keys of the full blocks so far; [`Algorithm::bytes`] has vLLM's hash of each.
     pub fn hashes(&self) -> &[BlockHash] {
         &self.hashes
     }
 
-    /// The key of the tokens after the last full block, as if they were one; None if there are none.
+    /// Returns the key of the tokens after the last full block, as if they were a block; `None` if there are
+    /// none.
     pub fn tail(&self) -> Option<BlockHash> {
         self.tail_with(&[]).expect("no extra key is refused")
     }
 
-    /// As `tail`, with the extra keys of that block.
+    /// Does the same as `tail`, with the extra keys of that block.
     pub fn tail_with(&self, extra: &[ExtraKey]) -> Result<Option<BlockHash>, KeyError> {
         self.links.check(extra)?;
         let hash = || self.links.clone().hash(self.hashes.last(), &self.pending, extra);
         Ok((!self.pending.is_empty()).then(hash))
     }
 
-    /// Appends tokens, taking one item of `extra`, already checked, for each block that becomes full.
+    /// Appends tokens, taking one item of `extra`, already checked, for each newly full block.
     fn extend<'e, T: Copy + Into<u64>>(
         &mut self,
         mut tokens: &[T],

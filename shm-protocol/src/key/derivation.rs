@@ -1,10 +1,10 @@
-//! All keys of one request at once, as `pillion keys` and `pillion.keys.derive` answer them.
+//! All keys of one request at once, for `pillion keys` and `pillion.keys.derive`.
 
 use serde::{Deserialize, Serialize};
 
 use super::{Algorithm, BlockHash, Chain, ExtraForm, ExtraKey, KeyError, NoneHashRule, none_hash};
 
-/// A question: the tokens of a request and how its engine hashes. In JSON its fields have these names.
+/// The tokens of a request and the hashing settings of its engine. In JSON its fields have these names.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Derivation {
@@ -13,10 +13,10 @@ pub struct Derivation {
     /// The engine's PYTHONHASHSEED, if it has one.
     #[serde(default)]
     pub seed: Option<String>,
-    /// Which vLLM makes NONE_HASH.
+    /// The rule of NONE_HASH, by vLLM's version.
     #[serde(default)]
     pub rule: NoneHashRule,
-    /// Which vLLM hashes the extra keys.
+    /// The form of the extra keys, by vLLM's version.
     #[serde(default)]
     pub form: ExtraForm,
     /// Tokens of a block.
@@ -29,12 +29,12 @@ pub struct Derivation {
     /// Cache group.
     #[serde(default)]
     pub group: u32,
-    /// Tokens of a hashed block, where that is finer than a block of this group.
+    /// Tokens of a hashed block, if finer than a block of this group.
     #[serde(default)]
     pub hash_block_size: Option<u32>,
 }
 
-/// The answer, bytes as hex digits.
+/// The derived keys, bytes as hex digits.
 #[derive(Clone, Eq, PartialEq, Debug, Serialize)]
 pub struct Derived {
     /// The parent of the first block.
@@ -48,12 +48,14 @@ pub struct Derived {
     pub tail: Option<Vec<u8>>,
 }
 
-/// The hashes of blocks of which each has `factor` hashed blocks: the last of each, which covers the others.
+/// Returns the hashes of blocks made of `factor` hashed blocks each: the last hash of each, since it covers
+/// the others.
 pub fn coarse(hashes: &[BlockHash], factor: usize) -> impl Iterator<Item = &BlockHash> {
     hashes.chunks_exact(factor).filter_map(<[BlockHash]>::last)
 }
 
-/// A hash as a cache group's key: group 0 has the hash itself, every other appends its number, big-endian.
+/// Returns a hash as a cache group's key: group 0 has the hash itself, every other group appends its number,
+/// big-endian.
 pub fn with_group(hash: &[u8], group: u32) -> Vec<u8> {
     let suffix = group.to_be_bytes();
     [hash, if group == 0 { &[] } else { &suffix[..] }].concat()
@@ -62,7 +64,7 @@ pub fn with_group(hash: &[u8], group: u32) -> Vec<u8> {
 // === impl Derivation ===
 
 impl Derivation {
-    /// Derives the keys.
+    /// Derives the keys. Fails on invalid settings, or on extra keys for a wrong number of blocks.
     pub fn derive(&self) -> Result<Derived, KeyError> {
         let none = none_hash(self.algo, self.rule, self.seed.as_deref())?;
         let none_hash = self.algo.bytes(&none).to_vec();

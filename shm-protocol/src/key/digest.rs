@@ -1,7 +1,8 @@
 //! The second digest of a block, for the xxhash algorithms: any client can construct their collisions.
 //!
-//! Two blocks with equal XXH3-128 need no search, for any parent. So a key of an xxhash algorithm has 16 bytes more behind vLLM's
-//! hash: the first half of SHA-256 over the digest of the block before, the tokens and the extra keys. Both halves are compared.
+//! Two blocks with equal XXH3-128 can be constructed without a search, for any parent. So a key of an xxhash
+//! algorithm has 16 bytes more behind vLLM's hash: the first half of SHA-256 over the digest of the block
+//! before, the tokens and the extra keys. Both halves are compared.
 
 use super::algorithm::hash_sha256;
 use super::{BlockHash, ExtraForm, ExtraKey, HASH_BYTES_SHORT, KeyError, cbor};
@@ -11,7 +12,8 @@ const TAG: [u8; 4] = *b"PKD1";
 /// Stands for a token of more than 32 bits: its 64 bits follow.
 const WIDE: u32 = u32::MAX;
 
-/// Returns the digest of a block behind one with the digest `parent`, zeros for the first. `encoded` is room.
+/// Returns the digest of a block behind a block with the digest `parent`, zeros for the first. `encoded` is
+/// scratch.
 pub(super) fn second_digest<T: Copy + Into<u64>>(
     encoded: &mut Vec<u8>,
     parent: &[u8],
@@ -51,7 +53,9 @@ fn append_token(encoded: &mut Vec<u8>, token: u64) {
     }
 }
 
-/// Returns the keys of blocks behind one with the key `before` (none: of the first ones), from their `hashes` of 16 bytes. Each block has `tokens.len() / hashes.len()` tokens; `extra` has an entry for each, or none at all.
+/// Returns the keys of blocks behind the block with the key `before` (`None` for the first blocks), from
+/// their `hashes` of 16 bytes. Each block has `tokens.len() / hashes.len()` tokens; `extra` has an entry for
+/// each block, or none at all.
 pub fn extend_hashes<T: Copy + Into<u64>, E: AsRef<[ExtraKey]>>(
     before: Option<&BlockHash>,
     hashes: &[BlockHash],

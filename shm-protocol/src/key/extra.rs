@@ -1,4 +1,4 @@
-//! Extra keys: what else than tokens a block's KV depends on.
+//! Extra keys: the inputs of a block's KV beside its tokens.
 
 use std::collections::BTreeMap;
 
@@ -7,11 +7,11 @@ use serde::Deserialize;
 use super::KeyError;
 
 crate::named! {
-    /// How extra keys are hashed.
+    /// The form in which extra keys are hashed.
     #[derive(Default, Deserialize)]
     #[serde(try_from = "String")]
     pub enum ExtraForm {
-        /// vLLM 0.31 and later: tuples that begin with the kind.
+        /// vLLM 0.31 and later: tuples, each with its kind first.
         #[default]
         Tagged = "tagged",
         /// vLLM up to 0.30: values alone.
@@ -19,8 +19,8 @@ crate::named! {
     }
 }
 
-/// One extra key of a block. In JSON as vLLM has it, tuples as arrays and bytes as `{"bytes": hex}`; bare ones are
-/// understood too.
+/// One extra key of a block. JSON has vLLM's form, tuples as arrays and bytes as `{"bytes": hex}`; bare forms
+/// are read too.
 #[derive(Clone, Eq, PartialEq, Debug, Deserialize)]
 #[serde(try_from = "Captured")]
 pub enum ExtraKey {
@@ -28,21 +28,21 @@ pub enum ExtraKey {
     Lora {
         /// Its name.
         name: String,
-        /// Where it was loaded from.
+        /// The path it was loaded from.
         path: String,
     },
-    /// An image or the like that reaches into the block.
+    /// An image or another input within the block.
     Multimodal {
         /// Its hash or uuid.
         identifier: String,
-        /// Where it begins, in tokens from the block's begin; negative if before it.
+        /// Its begin, in tokens from the block's begin; negative if before it.
         offset: i64,
     },
     /// The request's salt, on its first block.
     CacheSalt(String),
     /// SHA-256 of the block's prompt embeddings.
     PromptEmbeds(Vec<u8>),
-    /// A LoRA name or a salt of which is not known which; for the bare form alone.
+    /// A LoRA name or a salt, the caller does not know which; for the bare form alone.
     Text(String),
 }
 
@@ -62,7 +62,7 @@ pub(super) enum Item<'a> {
     Triple([Atom<'a>; 3]),
 }
 
-/// An extra key in JSON, before its shape is understood.
+/// An extra key in JSON, before its kind is known.
 #[derive(Deserialize)]
 #[serde(
     untagged,
@@ -80,7 +80,7 @@ enum Captured {
     TextsOffset(String, String, i64),
 }
 
-/// `{"bytes": hex}`: a map, because a struct would be read from an array too.
+/// `{"bytes": hex}`: a map, because serde would read a struct from an array too.
 type CapturedBytes = BTreeMap<String, String>;
 
 read_by_name!(ExtraForm, "form", "tagged (vLLM 0.31 and later), bare (up to 0.30)");
@@ -88,7 +88,7 @@ read_by_name!(ExtraForm, "form", "tagged (vLLM 0.31 and later), bare (up to 0.30
 // === impl ExtraKey ===
 
 impl ExtraKey {
-    /// Refuses what this form cannot tell.
+    /// Fails if the extra key cannot be hashed in this form.
     pub(super) fn check(&self, form: ExtraForm) -> Result<(), KeyError> {
         match (self, form) {
             (Self::Text(text), ExtraForm::Tagged) => Err(KeyError::Untagged(text.clone())),
@@ -96,7 +96,7 @@ impl ExtraKey {
         }
     }
 
-    /// What is hashed. Checked for this form before.
+    /// Returns the hashed values. The caller has checked the key for this form.
     pub(super) fn item(&self, form: ExtraForm) -> Item<'_> {
         use Atom::{Bytes, Integer, Text};
         match (form, self) {
@@ -175,7 +175,7 @@ impl<'a> Item<'a> {
 // === impl Atom ===
 
 impl Atom<'_> {
-    /// Bytes of a text or bytes.
+    /// Returns the bytes of a text or byte string; 0 for an integer.
     pub(super) fn len(&self) -> usize {
         match self {
             Self::Text(text) => text.len(),

@@ -1,8 +1,9 @@
-//! The Python pickle, protocol 5, of what vLLM hashes: `(parent, (token, ...), extra keys or None)`, byte for byte as
-//! CPython's C pickler writes it.
+//! The Python pickle, protocol 5, of vLLM's hashed values: `(parent, (token, ...), extra keys or None)`, byte
+//! for byte as CPython's C pickler writes it.
 //!
-//! That pickler memoises by object identity: a text that is met again as the same object becomes a reference. Nobody
-//! outside the engine knows which texts are one object, so whatever could hold one twice is refused.
+//! CPython's pickler memoises by object identity: the second occurrence of the same text object becomes a
+//! reference. Only the engine knows whether two equal texts are one object, so extra keys with possibly
+//! repeated texts are refused.
 
 use super::extra::{Atom, ExtraForm, ExtraKey};
 use super::{Algorithm, KeyError};
@@ -10,7 +11,7 @@ use super::{Algorithm, KeyError};
 const PROTO: [u8; 2] = [0x80, 5];
 const FRAME: u8 = 0x95;
 const FRAME_HEAD_BYTES: usize = 9;
-/// From here on CPython would begin another frame, or write a text outside of any.
+/// The limit of one frame: from here on CPython would begin another frame, or write a text outside of any.
 const FRAME_BYTES_MAX: usize = 1 << 16;
 const MEMOIZE: u8 = 0x94;
 const MARK: u8 = b'(';
@@ -29,18 +30,18 @@ const BINUNICODE: u8 = b'X';
 /// A LONG1 of nine bytes.
 const INTEGER_BYTES_MAX: usize = 11;
 
-/// Most tokens of a block: with the longest integers they and everything else fit one frame.
+/// Most tokens of a block: with the longest integers, they and the rest fit one frame.
 pub const PICKLE_BLOCK_TOKENS_MAX: u32 = 4096;
 /// Most bytes of the texts of a block's extra key.
 pub const PICKLE_EXTRA_BYTES_MAX: usize = 4096;
-/// Opcodes, lengths, the parent, an offset.
+/// Bytes for opcodes, lengths, the parent, and an offset.
 const REST_BYTES_MAX: usize = 256;
 const _: () = assert!(
     PICKLE_BLOCK_TOKENS_MAX as usize * INTEGER_BYTES_MAX + PICKLE_EXTRA_BYTES_MAX + REST_BYTES_MAX
         < FRAME_BYTES_MAX
 );
 
-/// Refuses extra keys whose pickle cannot be known.
+/// Refuses extra keys with an unknown pickle: more than one key, a text twice, or too many bytes.
 pub(super) fn check(extra: &[ExtraKey], form: ExtraForm, algorithm: Algorithm) -> Result<(), KeyError> {
     let key = match extra {
         [] => return Ok(()),
@@ -57,7 +58,7 @@ pub(super) fn check(extra: &[ExtraKey], form: ExtraForm, algorithm: Algorithm) -
     if found > PICKLE_EXTRA_BYTES_MAX { Err(KeyError::PickleBytes { found, algorithm }) } else { Ok(()) }
 }
 
-/// Appends one block. `extra` was checked.
+/// Appends one block. The caller has checked `extra`.
 pub(super) fn block<T: Copy + Into<u64>>(
     out: &mut Vec<u8>,
     parent: &[u8],
@@ -85,12 +86,12 @@ pub(super) fn block<T: Copy + Into<u64>>(
     });
 }
 
-/// Appends what NONE_HASH is the hash of.
+/// Appends the input of NONE_HASH.
 pub(super) fn seed(out: &mut Vec<u8>, seed: &str) {
     frame(out, |out| text(out, seed));
 }
 
-/// One pickle of one frame: nothing that was checked is longer.
+/// Appends one pickle of one frame: no checked content is longer.
 fn frame(out: &mut Vec<u8>, content: impl FnOnce(&mut Vec<u8>)) {
     out.extend_from_slice(&PROTO);
     out.push(FRAME);
@@ -116,7 +117,7 @@ fn item(out: &mut Vec<u8>, key: &ExtraKey, form: ExtraForm) {
     }
 }
 
-/// Up to three elements have opcodes of their own, which need no mark; more than three were begun with one.
+/// Ends a tuple. Up to three elements have opcodes without a mark; the caller began longer tuples with one.
 fn end_tuple(out: &mut Vec<u8>, elements: usize) {
     let opcode = if elements > 3 { TUPLE } else { TUPLE1 + elements as u8 - 1 };
     out.extend_from_slice(&[opcode, MEMOIZE]);
@@ -142,7 +143,7 @@ fn sized(out: &mut Vec<u8>, [short, long]: [u8; 2], bytes: &[u8]) {
     out.push(MEMOIZE);
 }
 
-/// The hot path: room for all of them at once.
+/// Appends integers. This is the hot path: it makes room for all of them at once.
 fn integers<T: Copy + Into<u64>>(out: &mut Vec<u8>, values: &[T]) {
     let mut end = out.len();
     out.resize(end + values.len() * INTEGER_BYTES_MAX, 0);
@@ -153,10 +154,11 @@ fn integers<T: Copy + Into<u64>>(out: &mut Vec<u8>, values: &[T]) {
     out.truncate(end);
 }
 
-/// Writes an unsigned integer and returns its length; bytes after it are scratch. Below 2^31 no branch on the size.
+/// Writes an unsigned integer and returns its length; bytes after it are scratch. Below 2^31 no branch
+/// depends on the size.
 fn encode(room: &mut [u8; INTEGER_BYTES_MAX], value: u64) -> usize {
     if value > i32::MAX as u64 {
-        // Two's complement: the highest bit of the last byte is the sign's.
+        // Two's complement: the highest bit of the last byte is the sign bit.
         let length = (u64::BITS - value.leading_zeros()) as usize / 8 + 1;
         room[..2].copy_from_slice(&[LONG1, length as u8]);
         room[2..10].copy_from_slice(&value.to_le_bytes());

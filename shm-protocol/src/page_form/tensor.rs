@@ -4,12 +4,12 @@ use std::cmp::Reverse;
 
 use super::{AXES, Place};
 
-/// The packing of pages with a token's key and then its value.
+/// The packing of pages with each token's key and then its value.
 pub const KEY_THEN_VALUE: &str = "none";
 /// The packing of pages with a head's keys, dimension by dimension, and then its values, token by token.
 pub const KEYS_THEN_VALUES: &str = "keys then values";
 
-/// The axes of a page in a tensor of vLLM 0.29 and later; without kernel blocks the first one is missing.
+/// The axes of a page in a tensor of vLLM 0.29 and later; the first one is missing without kernel blocks.
 const TENSOR_AXES: [&str; 4] = ["kernel_blocks", "kv_heads", "tokens", "content"];
 
 /// One layer's tensor.
@@ -17,17 +17,18 @@ const TENSOR_AXES: [&str; 4] = ["kernel_blocks", "kv_heads", "tokens", "content"
 pub struct Tensor {
     /// Lengths of all axes.
     pub sizes: Vec<u64>,
-    /// Strides of all axes; those of the page are compared alone.
+    /// Strides of all axes; only those of the page are compared.
     pub strides: Vec<u64>,
     /// The axis of blocks.
     pub block_axis: usize,
     /// The data type of an element.
     pub dtype: String,
-    /// Elements of a head's key; 0 where this is not known.
+    /// Elements of a head's key; 0 if not known.
     pub keys: u64,
     /// Elements of a head's value.
     pub values: u64,
-    /// How kernels arrange keys and values: one of the two above, or any other name, for equal engines alone.
+    /// The kernels' arrangement of keys and values: one of the two above, or any other name, for equal
+    /// engines alone.
     pub packing: String,
 }
 
@@ -38,7 +39,7 @@ struct Axis {
     stride: u64,
 }
 
-/// The text for the layers of a cache group, in their order.
+/// Writes the text for the layers of a cache group, in their order.
 pub fn describe_layers(layers: &[Tensor]) -> String {
     let forms: Vec<String> = layers.iter().map(Tensor::form).collect();
     let runs = forms.chunk_by(|one, next| one == next);
@@ -48,7 +49,8 @@ pub fn describe_layers(layers: &[Tensor]) -> String {
 // === impl Tensor ===
 
 impl Tensor {
-    /// The inside of a page: K and V by strides where they are known, else the lengths and the order of its axes.
+    /// Writes the inside of a page: K and V by strides if they are known, otherwise the lengths and the order
+    /// of its axes.
     fn form(&self) -> String {
         let axes = self.axes();
         let mut order: Vec<&Axis> = axes.iter().filter(|axis| axis.size > 1).collect();
@@ -69,7 +71,7 @@ impl Tensor {
         format!("{sizes} dtype={} order={order} packing={}", self.dtype, self.packing)
     }
 
-    /// All axes but the one of blocks, by name.
+    /// Returns all axes except the axis of blocks, by name.
     fn axes(&self) -> Vec<Axis> {
         let count = self.sizes.len();
         let named = self.block_axis == 0 && [4, 5].contains(&count);
@@ -80,8 +82,8 @@ impl Tensor {
         inside.map(axis).collect()
     }
 
-    /// K and V by strides in a dense page of these lengths with its axes in this order, the slowest first. `None`: their places are
-    /// not known.
+    /// Writes K and V by strides in a dense page of these lengths with its axes in this order, the slowest
+    /// first. `None` if their places are not known.
     fn plain(&self, [heads, mut blocks, mut tokens, content]: [u64; 4], order: &[&Axis]) -> Option<String> {
         let (keys, values) = (self.keys, self.values);
         if keys < 1 || values < 1 || keys + values != content {
@@ -95,7 +97,7 @@ impl Tensor {
         let [head, mut block, token, step] = strides;
         let in_order = block == 0 && step == 1 && [0, content].contains(&token);
         if block > 0 && block == tokens * token {
-            // Kernel blocks one after the other are the same page as tokens one after the other.
+            // Consecutive kernel blocks make the same page as consecutive tokens.
             (tokens, blocks, block) = (tokens * blocks, 1, 0);
         }
         let both = [head, block, token, step];

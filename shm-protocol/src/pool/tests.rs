@@ -48,7 +48,7 @@ fn sizes_that_fit_nothing_are_refused() {
     }
 }
 
-/// A pool of plain words, to be read as an engine reads the real one.
+/// A pool of plain words, read as an engine reads a mapped one.
 fn words(fields: &[(u64, u64)]) -> impl Fn(usize) -> u64 + use<> {
     let fields: std::collections::HashMap<u64, u64> = fields.iter().copied().collect();
     move |offset| fields.get(&(offset as u64)).copied().unwrap_or(0)
@@ -63,7 +63,7 @@ const SOUND: [(u64, u64); 5] = [
     (header::SEGMENTS, 2),
 ];
 
-/// A copy of a header's words in which the field at offset `field` holds `value`.
+/// Returns a copy of a header's words with `value` in the field at offset `field`.
 fn with<const N: usize>(mut words: [(u64, u64); N], field: u64, value: u64) -> [(u64, u64); N] {
     words.iter_mut().filter(|(other, _)| *other == field).for_each(|(_, old)| *old = value);
     words
@@ -79,7 +79,7 @@ fn a_view_refuses_a_header_that_does_not_fit_its_mapping() {
         for wrong in [0, 3, u64::MAX] {
             let fields = with(sound, field, wrong);
             let empty = field == header::SEGMENTS && wrong == 0;
-            // A later release's file that this one reads, and an earlier one's.
+            // A later release's file, readable for this release, and an earlier release's file.
             let related = [(header::VERSION, 3), (header::OLDEST, 0)].contains(&(field, wrong));
             assert_eq!(PoolView::new(words(&fields), len).is_ok(), empty || related, "{field} {wrong}");
         }

@@ -1,4 +1,4 @@
-//! A pool read word by word: nothing here touches memory but through the accessor that it is given.
+//! A pool read word by word, only through the given accessor.
 
 use std::sync::atomic::{Ordering, fence};
 
@@ -11,7 +11,7 @@ use crate::key::{BlockHash, NamespaceDigest};
 
 /// Reads a pool through `load`, which loads the u64 at a pool offset with acquire.
 ///
-/// `load` is only ever called with multiples of 8 below the length given to [`PoolView::new`].
+/// Every argument of `load` is a multiple of 8 below the length given to [`PoolView::new`].
 #[derive(Debug)]
 pub struct PoolView<F> {
     load: F,
@@ -22,7 +22,7 @@ pub struct PoolView<F> {
 // === impl PoolView ===
 
 impl<F: Fn(usize) -> u64> PoolView<F> {
-    /// A view of a pool of `len` mapped bytes, once its header is found sound.
+    /// Makes a view of a pool of `len` mapped bytes; fails unless its header is sound.
     pub fn new(load: F, len: u64) -> Result<Self, LayoutError> {
         let expect = |what, found, expected| match found == expected {
             true => Ok(()),
@@ -43,22 +43,23 @@ impl<F: Fn(usize) -> u64> PoolView<F> {
         Ok(Self { load, segment_bytes, segments })
     }
 
-    /// Bytes of a segment.
+    /// Returns the bytes of a segment.
     pub fn segment_bytes(&self) -> u64 {
         self.segment_bytes
     }
 
-    /// How many segments the pool has.
+    /// Returns the number of segments.
     pub fn segments(&self) -> u64 {
         self.segments
     }
 
-    /// Where the slot at `offset` lies, its whole data inside the pool.
+    /// Returns the place of the slot at `offset`; fails unless its whole data lies inside the pool.
     pub fn place(&self, offset: u64, block_bytes: u64) -> Result<SlotPlace, LayoutError> {
         place_inside(self.segment_bytes, self.segments, offset, block_bytes)
     }
 
-    /// The header of the slot at `offset`, word by word: whole only between two successful [`PoolView::verify`].
+    /// Reads the header of the slot at `offset`, word by word. It is whole only between two successful
+    /// [`PoolView::verify`].
     pub fn read_header(&self, offset: u64, block_bytes: u64) -> Result<SlotHeader, LayoutError> {
         let base = self.place(offset, block_bytes)?.header;
         let word = |field: u64| (self.load)((base + field) as usize);
@@ -76,7 +77,8 @@ impl<F: Fn(usize) -> u64> PoolView<F> {
         })
     }
 
-    /// The slots of a segment, or `None` where it is assigned to no block size or its header is not sound.
+    /// Returns the slots of a segment, or `None` if it is assigned to no block size or its header is not
+    /// sound.
     pub fn geometry(&self, segment: u64) -> Option<Geometry> {
         let base = segment_offset(self.segment_bytes, segment).filter(|_| segment < self.segments)?;
         let word = |field: u64| (self.load)((base + field) as usize);
@@ -86,8 +88,8 @@ impl<F: Fn(usize) -> u64> PoolView<F> {
         sound.then_some(geometry)
     }
 
-    /// What lives before `life` have left in slot `index` of a segment whose slots are `geometry`. Nobody may write it
-    /// meanwhile.
+    /// Returns the content of slot `index`, left by lives before `life` in a segment whose slots are
+    /// `geometry`. The slot must not be written meanwhile.
     pub fn remains(&self, segment: u64, geometry: &Geometry, index: u32, life: u64) -> Option<Remains> {
         let offset = geometry.offset(segment, index)?;
         let slot = self.read_header(offset, geometry.block_bytes).ok()?;
@@ -101,8 +103,8 @@ impl<F: Fn(usize) -> u64> PoolView<F> {
         })
     }
 
-    /// Whether the slot is whole and of this filling. Call it before and after a copy: if both say yes, so were the
-    /// bytes in between.
+    /// True if the slot is whole and of this filling. Call it before and after a copy: after two true results
+    /// the copied bytes are whole too.
     pub fn verify(&self, slot: SlotRef, block_bytes: u64) -> bool {
         verify(&self.load, self.segment_bytes, self.segments, slot, block_bytes)
     }
@@ -118,7 +120,7 @@ fn place_inside(
     if place.segment < segments { Ok(place) } else { Err(LayoutError::Offset(offset)) }
 }
 
-/// [`PoolView::verify`] for a caller who holds the pool's facts without a view.
+/// Does the same as [`PoolView::verify`] for a caller without a view.
 pub fn verify(
     load: impl Fn(usize) -> u64,
     segment_bytes: u64,
@@ -127,8 +129,8 @@ pub fn verify(
     block_bytes: u64,
 ) -> bool {
     let Ok(place) = place_inside(segment_bytes, segments, slot.offset, block_bytes) else { return false };
-    // SYNC POINT(slot reuse): the fence before the loads orders the caller's copy before them, so that a copy which
-    // saw bytes of a later filling also sees its FILLING; the one after keeps the next copy behind them.
+    // SYNC POINT(slot reuse): the fence before the loads orders the caller's copy before them, so a copy with
+    // bytes of a later filling also sees its FILLING. The fence after them keeps the next copy behind them.
     fence(Ordering::Acquire);
     let whole = load((place.header + slot::STATE) as usize) == COMMITTED
         && load((place.header + slot::GENERATION) as usize) == slot.generation;

@@ -1,18 +1,18 @@
-//! Whether a file that others can cut still has every byte that it had.
+//! A check that a file still has every byte, though other processes can cut it.
 //!
-//! A file that was cut and made as long as before reads as zeros there, and nothing faults. What was cut off takes no memory
-//! any more, though, until somebody touches it: a file in service only ever gains memory, so one that has lost some was cut,
-//! or a hole was punched into it.
+//! A file cut and made as long as before reads as zeros there, without a fault. Bytes cut off take no memory
+//! any more until a process touches them. A file in service only gains memory, so a file that has lost memory
+//! was cut, or a hole was punched into it.
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// A file, and the most memory that it was seen to have.
+/// A file, and the most memory it was seen to have.
 #[derive(Debug)]
 pub struct Extent {
     file: OwnedFd,
     bytes: u64,
-    /// In units of `st_blocks`.
+    /// Memory in units of `st_blocks`.
     held: AtomicU64,
     lost: AtomicBool,
 }
@@ -20,20 +20,23 @@ pub struct Extent {
 // === impl Extent ===
 
 impl Extent {
-    /// Of a file that has `bytes` bytes, and gives none of its memory back from the first [`Extent::is_whole`] on.
+    /// Watches a file of `bytes` bytes. The file must give none of its memory back from the first
+    /// [`Extent::is_whole`] on.
     pub fn new(file: OwnedFd, bytes: u64) -> Self {
         Self { file, bytes, held: AtomicU64::new(0), lost: AtomicBool::new(false) }
     }
 
-    /// The file.
+    /// Returns the file.
     pub fn file(&self) -> &OwnedFd {
         &self.file
     }
 
-    /// Whether nothing of the file was lost so far; once false, always false. Bytes read between two looks that both say yes
-    /// are those of the file: a page that was cut off in between and touched again is not caught, unless others with it were not.
+    /// True if nothing of the file was lost so far; once false, always false. Bytes read between two calls
+    /// with a true result are bytes of the file, with one exception: a page cut off in between and touched
+    /// again goes unnoticed, unless other pages were cut with it and not touched.
     pub fn is_whole(&self) -> bool {
-        // SYNC POINT(extent): loaded before the look, so that memory which the file gains meanwhile is no loss.
+        // SYNC POINT(extent): loaded before the size is read, so memory gained by the file meanwhile is no
+        // loss.
         let before = self.held.load(Ordering::Acquire);
         let Ok(stat) = rustix::fs::fstat(&self.file) else { return false };
         let (bytes, held) =
@@ -41,7 +44,7 @@ impl Extent {
         if bytes < self.bytes || held < before {
             self.lost.store(true, Ordering::Relaxed);
         }
-        // SYNC POINT(extent): release; whoever sees the number sees a file that has had so much.
+        // SYNC POINT(extent): release; a thread that loads the number sees a file with that much memory.
         self.held.fetch_max(held, Ordering::Release);
         !self.lost.load(Ordering::Relaxed)
     }

@@ -1,4 +1,4 @@
-//! Places of the fields of requests in a message: put in and taken out, with every bound of a field.
+//! Places of the fields of requests in a message: `put` writes a field, `take` reads it and checks its bound.
 
 use super::{Keys, LoadEnd, LoadFlags, RequestError};
 use crate::layout::{CHUNK_KEYS, CHUNKS, GOLDEN_TOKENS, LOG_KEYS, LOGS, QUERY_KEYS};
@@ -169,7 +169,7 @@ pub(super) const STAGED_OK: FieldPlace<bool> = FieldPlace {
 };
 
 impl Keys {
-    /// How many chunks they touch.
+    /// Returns the number of chunks the keys touch.
     pub(super) fn chunks(self) -> usize {
         (self.from as usize + self.count as usize).div_ceil(CHUNK_KEYS) - self.from as usize / CHUNK_KEYS
     }

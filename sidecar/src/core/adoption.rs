@@ -1,5 +1,6 @@
-//! The pool comes into service part by part, with the blocks of earlier lives. Nobody finds such a block before its bytes were
-//! compared with their checksum: those that are asked for first, the others one after the other.
+//! The pool comes into service part by part, with the blocks of earlier lives. No query finds such a block
+//! before its bytes were compared with their checksum: requested blocks first, the others one after the
+//! other.
 
 use shm_protocol::key::{BlockKey, NamespaceDigest};
 use shm_protocol::pool::{Remains, SlotRef};
@@ -13,29 +14,30 @@ use super::namespaces::Space;
 use super::tier::Notice;
 use super::{Action, Base};
 
-/// Bytes of blocks that nobody asked for and that are being verified: what a block that is asked for waits for, some
-/// milliseconds, and enough to keep the thread at work.
+/// Limit of bytes under verification without a request. A requested block waits for them, some milliseconds;
+/// they are enough to keep the thread at work.
 const AHEAD_BYTES_MAX: u64 = 16 << 20;
 
-/// Blocks that are being verified.
+/// Blocks under verification.
 #[derive(Debug, Default)]
 pub(super) struct Verification {
     bytes: u64,
-    /// Blocks whose bytes were not what their checksums say.
+    /// Number of blocks whose bytes did not match their checksums.
     pub(super) corrupt: u64,
 }
 
-/// Takes in what can be used from now on. A verified block is found by engines of its namespace as soon as one connects.
+/// Adopts an opened part of the pool. Engines find its verified blocks as soon as one of the namespace
+/// connects.
 pub(super) fn open_part(opened: Opened, Base { sources, cx, .. }: &mut Base) {
     let (segment, block_bytes, first, remains) = match opened {
         Opened::Empty { segment } => return cx.dram.open_empty(segment),
         Opened::Used { segment, block_bytes, first, remains } => (segment, block_bytes, first, remains),
     };
     if first == 0 && !cx.dram.open_used(segment, block_bytes, cx.now_ms) {
-        // More block sizes than any engines have: nobody's pool.
+        // The file has more block sizes than any engines have: it is no pool of theirs.
         return;
     }
-    // Neighbours are mostly of one namespace.
+    // Blocks side by side are mostly of one namespace.
     let mut last: Option<(NamespaceDigest, _)> = None;
     for (index, remains) in (first..).zip(&remains) {
         let (namespace, quota) = match remains {
@@ -60,11 +62,11 @@ pub(super) fn open_part(opened: Opened, Base { sources, cx, .. }: &mut Base) {
 // === impl Verification ===
 
 impl Verification {
-    /// Begins to verify blocks that somebody asks for; those that were begun.
+    /// Begins to verify requested blocks. Returns the begun ones.
     pub(super) fn begin(&mut self, wanted: &[BlockKey], cx: &mut Context) -> Vec<BlockKey> {
         let mut begun = Vec::with_capacity(wanted.len());
         for key in wanted {
-            // A key that is named twice is begun once.
+            // A key named twice is begun once.
             let Some(slot) = cx.dram.begin_verification(key) else { continue };
             self.verify(*key, slot, cx);
             begun.push(*key);
@@ -72,7 +74,7 @@ impl Verification {
         begun
     }
 
-    /// Goes on with what nobody asks for.
+    /// Goes on with the verification of blocks without a request.
     pub(super) fn go_on(&mut self, cx: &mut Context) {
         while self.bytes < AHEAD_BYTES_MAX {
             let Some((key, slot)) = cx.dram.begin_next_verification() else { return };
@@ -82,14 +84,14 @@ impl Verification {
 
     fn verify(&mut self, key: BlockKey, slot: SlotRef, cx: &mut Context) {
         self.bytes += bytes_of(slot, &cx.dram);
-        // It takes no room of the pool beyond what it has.
+        // The block takes no room of the pool beyond its own slot.
         cx.arrivals.begin(key, slot, 0, Source::Memory);
         cx.arrivals.send(&key, SourceLane::Pool, bytes_of(slot, &cx.dram), cx.now_ms);
         cx.actions.push(Action::Verify { key, slot });
     }
 
-    /// A block's bytes were compared with their checksum; `trusted`, unless its engine was found to compute something else
-    /// meanwhile. In a pool that has lost bytes nothing is told of.
+    /// Ends the verification of a block. `whole`: its bytes match their checksum; `trusted`: nobody has
+    /// distrusted it meanwhile. During a drain a mismatch is not counted or logged.
     pub(super) fn end(&mut self, slot: SlotRef, whole: bool, trusted: bool, cx: &mut Context) {
         self.bytes -= bytes_of(slot, &cx.dram);
         cx.dram.end_verification(slot, whole && trusted);

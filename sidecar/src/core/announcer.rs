@@ -1,7 +1,7 @@
-//! What engines that ask for it are told of the blocks that they could find here: all of them once, then what changes.
+//! Announcements to engines that request them: first all blocks the engine could find here, then the changes.
 //!
-//! The blocks are shown by a walk over all tiers while they go on changing. What changes meanwhile is told, too, in its order, so a
-//! block may be told of twice before the walk's end, and none is missed.
+//! A walk over all tiers announces the blocks while they go on changing. Changes in the meantime are
+//! announced, too, in their order: a block may be announced twice before the walk's end, and none is missed.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -13,9 +13,10 @@ use super::inventory::At;
 use super::tier::Notice;
 use super::{Base, SessionId};
 
-/// Announcements that wait for room in one engine's ring at most: 3 MB. With more, all is told anew once there is room.
+/// Limit of announcements waiting for room in one engine's ring: 3 MB. Beyond it, all blocks are announced
+/// again once there is room.
 const WAITING_MAX: usize = 65_536;
-/// Announcements that wait, below which a walk goes on.
+/// A walk goes on while fewer announcements wait.
 const WALK_BELOW: usize = 1024;
 
 #[derive(Debug)]
@@ -24,19 +25,19 @@ pub(super) struct Announcer {
     waiting_max: usize,
 }
 
-/// An engine that has asked, and what it has not been told yet.
+/// An engine with a request for announcements, and its unsent announcements.
 #[derive(Debug)]
 struct Reader {
     basis: Basis,
     waiting: VecDeque<Announcement>,
-    /// Where the walk is; `None` once all has been told.
+    /// The position of the walk; `None` once all blocks are announced.
     walk: Option<At>,
 }
 
-/// What all that is told rests on: once it differs, all is told anew.
+/// The basis of an engine's announcements: after a change of it, all blocks are announced again.
 #[derive(Clone, Debug, Eq, PartialEq)]
 struct Basis {
-    /// How often the engine has asked.
+    /// Number of the engine's requests.
     asked: u64,
     /// Number of its namespace, while it is bound.
     namespace: Option<u32>,
@@ -58,7 +59,7 @@ impl Announcer {
         self.waiting_max = waiting_max;
     }
 
-    /// Blocks may be found there from now on, those with true, or may not any more.
+    /// Announces changes at a source: with true a block may be found there from now on, with false no longer.
     pub(super) fn note(&mut self, medium: Source, changes: impl Iterator<Item = (BlockKey, bool)>) {
         for (key, findable) in changes {
             for reader in self.readers.values_mut().filter(|reader| reader.is_of(&key)) {
@@ -72,7 +73,8 @@ impl Announcer {
         }
     }
 
-    /// What an engine that has asked so often is told next, `room` announcements at most. Its first question begins to watch.
+    /// Returns the next announcements for an engine with so many requests, `room` at most. The first request
+    /// begins to watch for changes.
     pub(super) fn next(
         &mut self,
         session: SessionId,
@@ -94,7 +96,7 @@ impl Announcer {
         reader.waiting.drain(..room.min(reader.waiting.len()))
     }
 
-    /// Whether [`Announcer::next`] has more to look at, without anything else having to happen.
+    /// True if [`Announcer::next`] has more blocks to announce, without any other event.
     pub(super) fn goes_on(&self, session: SessionId) -> bool {
         let goes_on = |reader: &Reader| reader.walk.is_some() && reader.waiting.len() < WALK_BELOW;
         self.readers.get(&session).is_some_and(goes_on)
@@ -122,7 +124,7 @@ impl Reader {
         self.basis.namespace == Some(key.namespace)
     }
 
-    /// What was told before may be wrong.
+    /// Begins again from the first block: earlier announcements may be wrong.
     fn begin(&mut self, basis: Basis) {
         self.walk = basis.namespace.map(|_| At::default());
         self.basis = basis;
@@ -133,12 +135,12 @@ impl Reader {
         }
     }
 
-    /// Shows some more blocks, if there is little else to tell.
+    /// Announces some more blocks of the walk, if few announcements wait.
     fn walk(&mut self, base: &Base) {
         let Some(at) = self.walk.filter(|_| self.waiting.len() < WALK_BELOW) else { return };
         let (namespace, waiting) = (self.basis.namespace, &mut self.waiting);
         let next = at.step(base, |key, medium| {
-            // The walk shows blocks that are still being written, too.
+            // The walk shows blocks still being written, too.
             let there = medium == Source::Memory || base.sources.has(medium, key);
             if namespace == Some(key.namespace) && there {
                 waiting.push_back(Announcement::Stored(located(medium, key)));

@@ -1,9 +1,9 @@
-//! Blocks on their way into DRAM, from wherever they are kept, and who waits for each.
+//! Arrivals: blocks on their way into DRAM from any source, and the queries and loads waiting for each.
 //!
-//! A block of an earlier life lies in its slot and is on its way while it is verified. A block that a save is filling is on its
-//! way for those who await what another engine computes, from when the first of them asked. Whoever stops waiting leaves what is on
-//! its way to end by itself; its blocks stay in DRAM as any others. A slot given to an arrival is its own until its end, whoever
-//! asked for it.
+//! A block of an earlier life lies in its slot already, and is on its way while it is verified. A block being
+//! filled by a save is on its way from the first question of an engine waiting for it. If all its waiters
+//! leave, a block still arrives, and stays in DRAM as any other. The slot of an arrival belongs to it until
+//! its end.
 
 mod flows;
 
@@ -19,27 +19,28 @@ use tiers::dram::Dram;
 pub(super) use self::flows::{Flows, Owed, SourceLane};
 use super::SessionId;
 
-/// The longest wait of a load for blocks, of a query for those of a save, and of a query for any if its engine's rate is unknown.
+/// The longest wait of a load for blocks, of a query for blocks of a save, and of a query for any blocks if
+/// its engine's rate is unknown.
 pub(super) const WAIT_MS_MAX: u64 = QUERY_WAIT_MS_MAX as u64;
-/// What one query, and all that is on its way into the pool together, may take of it: 1 of so many parts. The rest is for
-/// blocks in use and for saves.
+/// One query, and all arrivals together, may take 1 of so many parts of the pool. The rest is for blocks in
+/// use and for saves.
 pub(super) const PART: u64 = 4;
 
-/// Who waits for a block.
+/// An operation waiting for a block.
 #[derive(Copy, Clone, Debug, PartialEq, Eq)]
 pub(super) enum Waiter {
     Query { session: SessionId, log: u32, op: u64 },
     Load { session: SessionId, op: u64 },
 }
 
-/// What has not ended.
+/// All blocks on their way.
 #[derive(Debug)]
 pub(super) struct Arrivals {
-    /// Bytes that may be on their way.
+    /// Limit of bytes on their way.
     bytes_max: u64,
     bytes: u64,
     coming: BTreeMap<BlockKey, Coming>,
-    /// How many of them saves fill.
+    /// Number of arrivals filled by saves.
     saved: usize,
     pub(super) flows: Flows,
 }
@@ -50,13 +51,13 @@ struct Coming {
     slot: SlotRef,
     source: Source,
     bytes: u64,
-    /// Its source, its bytes there, and the place of their end.
+    /// Its source, its bytes there, and the place of their end among all bytes of the source.
     lane: Option<(SourceLane, u64, u64)>,
-    /// Nobody waits for it any more.
+    /// It is late, and its waiters were answered without it.
     late: bool,
-    /// It is not to be kept: what is kept under its key was removed meanwhile.
+    /// It will not be kept: the block kept under its key was removed meanwhile.
     distrusted: bool,
-    /// A save fills it, and it is awaited since then.
+    /// When it was first awaited, if a save fills it.
     saved_since_ms: Option<u64>,
     waiting: Vec<Waiter>,
 }
@@ -92,38 +93,39 @@ impl Arrivals {
         }
     }
 
-    /// Whether a block's end is still to come.
+    /// True if any block is on its way.
     pub(super) fn any(&self) -> bool {
         !self.coming.is_empty()
     }
 
-    /// Whether a block that is on its way may be waited for; by who `awaits`, also one that a save fills.
+    /// Returns whether a block on its way can be waited for; `None` if it is not on its way. A block being
+    /// filled by a save counts with `awaits` alone.
     pub(super) fn is_in_time(&self, key: &BlockKey, awaits: bool) -> Option<bool> {
         let coming = self.coming.get(key).filter(|coming| awaits || coming.saved_since_ms.is_none());
         coming.map(|coming| !coming.late)
     }
 
-    /// The slot of one that may be waited for; `waiter` does from now on.
+    /// Lets `waiter` wait for a block. Returns its slot; `None` if the block is late or not on its way.
     pub(super) fn join(&mut self, key: &BlockKey, waiter: Waiter) -> Option<SlotRef> {
         let coming = self.coming.get_mut(key).filter(|coming| !coming.late)?;
         coming.waiting.push(waiter);
         Some(coming.slot)
     }
 
-    /// The same for one that may wait for it already.
+    /// Does the same for an operation that may already wait for the block.
     pub(super) fn join_once(&mut self, key: &BlockKey, waiter: Waiter) -> Option<SlotRef> {
         let coming = self.coming.get(key)?;
         if coming.waiting.contains(&waiter) { Some(coming.slot) } else { self.join(key, waiter) }
     }
 
-    /// Whether a block is an earlier life's, on its way because it is verified. Its slot has the header of a whole block already: an
-    /// engine with a reference to it would read it, verified or not.
+    /// True for a block of an earlier life under verification. Its slot already has the header of a whole
+    /// block: an engine with a reference to the slot would read the unverified block.
     pub(super) fn is_unverified(&self, key: &BlockKey) -> bool {
         let coming = self.coming.get(key);
         coming.is_some_and(|coming| coming.source == Source::Memory && coming.saved_since_ms.is_none())
     }
 
-    /// Bytes that may be on their way.
+    /// Returns the limit of bytes on their way.
     pub(super) fn bytes_max(&self) -> u64 {
         self.bytes_max
     }
@@ -132,23 +134,24 @@ impl Arrivals {
         self.bytes
     }
 
-    /// Whether somebody waits for this one, of whom `waits` says that they still do.
+    /// True if `waits` holds for one of the block's waiters.
     pub(super) fn is_wished(&self, key: &BlockKey, waits: impl Fn(&Waiter) -> bool) -> bool {
         self.coming.get(key).is_some_and(|coming| coming.waiting.iter().any(waits))
     }
 
-    /// Where a block that is on its way was found.
+    /// Returns the source of a block on its way.
     pub(super) fn source(&self, key: &BlockKey) -> Option<Source> {
         self.coming.get(key).map(|coming| coming.source)
     }
 
-    /// A block of `bytes` is on its way into its slot.
+    /// Notes a block of `bytes` on its way into its slot.
     pub(super) fn begin(&mut self, key: BlockKey, slot: SlotRef, bytes: u64, source: Source) {
         self.bytes += bytes;
         self.insert(key, Coming { source, bytes, ..Coming::new(slot) });
     }
 
-    /// A source was asked for a block on its way, the first source or another one than before.
+    /// Notes a request to a source for a block on its way: to the first source, or to another one than
+    /// before.
     pub(super) fn send(&mut self, key: &BlockKey, lane: SourceLane, bytes: u64, now_ms: u64) {
         let Some(coming) = self.coming.get_mut(key) else { return };
         let place = self.flows.begin_bytes(lane, bytes, now_ms);
@@ -157,7 +160,7 @@ impl Arrivals {
         }
     }
 
-    /// The debts of the sources of these blocks, up to the last block of each.
+    /// Returns the bytes due from each source of these blocks, up to its last one of them.
     pub(super) fn owed(&self, keys: &[BlockKey], now_ms: u64) -> BTreeMap<SourceLane, Owed> {
         let mut places: BTreeMap<SourceLane, u64> = BTreeMap::new();
         for (lane, _, place) in keys.iter().filter_map(|key| self.coming.get(key)?.lane) {
@@ -166,12 +169,13 @@ impl Arrivals {
         places.into_iter().map(|(lane, place)| (lane, self.flows.owed(lane, place, now_ms))).collect()
     }
 
-    /// A peer is gone.
+    /// Forgets a gone peer.
     pub(super) fn forget_peer(&mut self, peer: PeerNumber) {
         self.flows.forget_source(SourceLane::Peer(peer));
     }
 
-    /// A block that a save fills is awaited from now on. It takes nothing of what may be on its way.
+    /// Notes that a block being filled by a save is awaited from now on. Its bytes do not count against the
+    /// limit.
     pub(super) fn begin_saved(&mut self, key: BlockKey, slot: SlotRef, now_ms: u64) {
         self.saved += 1;
         self.insert(key, Coming { saved_since_ms: Some(now_ms), ..Coming::new(slot) });
@@ -182,7 +186,7 @@ impl Arrivals {
         assert!(before.is_none(), "a slot is filled once at a time");
     }
 
-    /// A block has ended, well if it `moved`: whether it may be kept, and who has waited for it.
+    /// Ends an arrival; `moved`: its bytes came. Returns true if the block may be kept, and its waiters.
     pub(super) fn end(&mut self, key: &BlockKey, moved: bool, now_ms: u64) -> (bool, Vec<Waiter>) {
         let coming = self.coming.remove(key).expect("a block ends once");
         self.bytes -= coming.bytes;
@@ -192,7 +196,7 @@ impl Arrivals {
         (!coming.distrusted, coming.waiting)
     }
 
-    /// A save has ended a block; who has awaited it, if anybody did.
+    /// Ends the arrival of a saved block. Returns its waiters; `None` if it was not awaited.
     pub(super) fn end_saved(&mut self, key: &BlockKey) -> Option<Vec<Waiter>> {
         if self.saved == 0 || self.coming.get(key)?.saved_since_ms.is_none() {
             return None;
@@ -201,7 +205,7 @@ impl Arrivals {
         self.coming.remove(key).map(|coming| coming.waiting)
     }
 
-    /// Blocks that saves have not ended [`WAIT_MS_MAX`] after they were first awaited, each to be given up.
+    /// Returns the saved blocks not here [`WAIT_MS_MAX`] after they were first awaited, to be given up.
     pub(super) fn late_saves(&self, now_ms: u64) -> Vec<BlockKey> {
         if self.saved == 0 {
             return Vec::new();
@@ -213,14 +217,14 @@ impl Arrivals {
         self.coming.iter().filter(|(_, coming)| is_late(coming)).map(|(key, _)| *key).collect()
     }
 
-    /// A block is late: whoever has waited is to be answered without it.
+    /// Gives a late block up. Returns its waiters, to be answered without it.
     pub(super) fn give_up(&mut self, key: &BlockKey) -> Vec<Waiter> {
         let Some(coming) = self.coming.get_mut(key) else { return Vec::new() };
         coming.late = true;
         std::mem::take(&mut coming.waiting)
     }
 
-    /// Blocks that are on their way will not be kept.
+    /// Marks blocks on their way: they will not be kept.
     pub(super) fn distrust(&mut self, is_meant: impl Fn(&BlockKey) -> bool) {
         let meant = self.coming.iter_mut().filter(|(key, _)| is_meant(key));
         meant.for_each(|(_, coming)| coming.distrusted = true);

@@ -1,4 +1,4 @@
-//! What every part of the core is given for a call: the tier, the time of the event, and the list of what must be done.
+//! The context of each call within the core: the DRAM tier, the time of the event, and the list of actions.
 
 use std::time::Duration;
 
@@ -16,48 +16,49 @@ use super::stats::Stats;
 use super::timing::{Timed, Took};
 use crate::system::clock::millis;
 
-/// Some 10 ms with what is evicted for them.
+/// Slots for so many blocks take some 10 ms, with the evictions for them.
 const CLAIMS_MAX: usize = 8192;
 
 #[derive(Debug)]
 pub(super) struct Context {
-    /// When the event was seen; the same in whole milliseconds.
+    /// The time of the event; the same in whole milliseconds.
     pub(super) now: Duration,
     pub(super) now_ms: u64,
     /// The sidecar is to end: nothing new is taken.
     pub(super) draining: bool,
-    /// Blocks of earlier lives may be in the pool that nobody knows of yet.
+    /// Unknown blocks of earlier lives may still be in the pool.
     pub(super) opening: bool,
     /// A tier, or a part of one, could not be read: a later start may find unknown blocks there.
     pub(super) unread: bool,
     pub(super) dram: Dram,
-    /// What is on its way into it.
+    /// Blocks on their way into DRAM.
     pub(super) arrivals: Arrivals,
-    /// What is kept in it for engines that have not loaded it.
+    /// Blocks kept in DRAM for other engines, until these have loaded them.
     pub(super) kept: Kept,
-    /// Blocks that were computed for such engines and are not kept.
+    /// Blocks computed for other engines, and not kept.
     pub(super) lost: Lost,
-    /// What saves have begun and ended in this event.
+    /// The begins and ends of saves in this event.
     pub(super) produced: Produced,
     pub(super) namespaces: Namespaces,
     pub(super) quotas: Quotas,
-    /// Blocks that one event takes slots for. The others wait for the next turn.
+    /// Limit of the blocks for which one event takes slots. The others wait for the next turn.
     pub(super) claims_max: usize,
     pub(super) stats: Stats,
-    /// What must be done, in this order.
+    /// The actions so far, in their order.
     pub(super) actions: Vec<Action>,
-    /// What is over since the event before.
+    /// Operations ended since the event before.
     pub(super) over: Vec<Took>,
-    /// What the event has changed in DRAM; empty between two, and kept for its capacity.
+    /// Changes in DRAM by this event: true for an added block. Empty between two events, and kept for its
+    /// capacity.
     pub(super) changes: Vec<(BlockKey, bool)>,
-    /// Requests that are over since the event before.
+    /// Requests ended since the event before.
     pub(super) ended: Vec<Ended>,
 }
 
 // === impl Context ===
 
 impl Context {
-    /// Nothing was told yet of an empty tier.
+    /// Returns the context of a core over an empty tier.
     pub(super) fn new(dram: Dram) -> Self {
         let (arrivals, kept) = (Arrivals::new(&dram), Kept::new(&dram));
         let (now, now_ms, draining, opening, unread, lost, produced, namespaces, quotas, stats) =
@@ -85,17 +86,17 @@ impl Context {
         }
     }
 
-    /// It is this late.
+    /// Sets the time of the event.
     pub(super) fn set_now(&mut self, now: Duration) {
         (self.now, self.now_ms) = (now, millis(now));
     }
 
-    /// Something is over that began then.
+    /// Notes the end of an operation begun at `since`.
     pub(super) fn took(&mut self, what: Timed, since: Duration) {
         self.over.push(Took { what, since });
     }
 
-    /// What is over, leases among it.
+    /// Returns the operations ended so far, leases among them.
     pub(super) fn drain_over(&mut self) -> impl Iterator<Item = Took> + '_ {
         let leases = self.dram.drain_ended_leases().map(|(how, granted_ms)| Took {
             what: Timed::Lease(how),
@@ -104,7 +105,8 @@ impl Context {
         self.over.drain(..).chain(leases)
     }
 
-    /// Frees what was evicted, disowns what was removed and stays for now, and has what was assigned anew formatted.
+    /// Frees the slots of evicted blocks, disowns the slots of removed blocks still in use, and has
+    /// reassigned segments formatted.
     pub(super) fn apply_evictions(&mut self) {
         self.actions.extend(self.dram.drain_disowned().map(|slot| Action::DisownSlot { slot }));
         self.actions.extend(self.dram.drain_evicted().map(|slot| Action::FreeSlot { slot }));
@@ -121,15 +123,18 @@ impl Context {
         taken
     }
 
-    /// Takes a slot for a block, which is written into it from now on.
+    /// Takes a slot for a block, and begins to fill it.
     pub(super) fn begin_fill(&mut self, key: BlockKey, binding: &Binding) -> Result<SlotRef, FillError> {
         let slot = self.take_slot(key, binding)?;
         self.fill(slot, key, binding);
         Ok(slot)
     }
 
-    /// The same for a block of a save. What its engine has kept the longest for others gives way where the engine has no room, and to a
-    /// block of a handover also where no slot is left: of that, what was kept before its request came, when `kept_before` blocks were.
+    /// Takes a slot for a block of a save, and begins to fill it.
+    ///
+    /// If the engine has no room, the blocks it has kept the longest for others give way. For a block of a
+    /// handover they also give way if no slot is left, but only blocks kept before its request came, when
+    /// `kept_before` blocks had been kept.
     pub(super) fn claim(
         &mut self,
         key: BlockKey,
@@ -147,24 +152,25 @@ impl Context {
         }
     }
 
-    /// A block is written into its slot from now on.
+    /// Begins to fill a slot with a block.
     pub(super) fn fill(&mut self, slot: SlotRef, key: BlockKey, binding: &Binding) {
         self.actions.push(Action::FillSlot { slot, namespace: binding.digest, key });
     }
 
-    /// A block that another engine will load is here: of a step that was seen to be done then, or found in the pool.
+    /// Keeps a block here for another engine. `fenced`: when its step was first seen done; `None`: the block
+    /// was found in the pool.
     pub(super) fn keep(&mut self, key: &BlockKey, binding: &Binding, fenced: Option<Duration>) {
         self.kept.keep(key, binding.whose, fenced, self.now_ms, &mut self.dram);
     }
 
-    /// A save has ended a block: whoever awaits it is told at the end of this event.
+    /// Notes the end of a saved block. Queries and loads waiting for it get this end when the event is over.
     pub(super) fn end_saved(&mut self, key: BlockKey, kept: bool) {
         if let Some(waiting) = self.arrivals.end_saved(&key) {
             self.produced.ended.push((key, waiting, kept));
         }
     }
 
-    /// Gives back a slot whose block is not kept.
+    /// Gives back the slot of a block that is not kept.
     pub(super) fn abandon(&mut self, slot: SlotRef) {
         self.dram.abandon(slot);
         self.actions.push(Action::FreeSlot { slot });

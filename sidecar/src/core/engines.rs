@@ -1,6 +1,6 @@
-//! Who belongs together: schedulers, workers, the run they share and the namespace they serve.
+//! The sessions of engines: schedulers, workers, the run they share, and the namespace they serve.
 //!
-//! Others look at an engine as it is, and change it by the methods here alone.
+//! Other modules read an engine's fields, and change them by the methods here alone.
 
 mod bars;
 mod binding;
@@ -41,10 +41,10 @@ pub(super) struct Engines {
     proofs: Proofs,
 }
 
-/// What one engine holds.
+/// The holdings of one engine.
 #[derive(Debug)]
 pub struct Holder<'a> {
-    /// As it calls itself.
+    /// The engine's own name for itself.
     pub engine: &'a str,
     pub state: EngineState,
     pub holdings: Holdings,
@@ -52,27 +52,28 @@ pub struct Holder<'a> {
     pub prefill: Option<PrefillRate>,
 }
 
-/// What an engine that is connected gets of the sidecar.
+/// The service a connected engine gets from the sidecar.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub enum EngineState {
     /// Its blocks are found and kept.
     Serving,
     /// Nothing yet, and it has not asked: its ranks join in its first step.
     Idle,
-    /// Nothing: it asks, and ranks of it have not joined, or have not said what they compute with.
+    /// Nothing, though it asks: some ranks have not joined, or have not stated their weights.
     Unbound,
-    /// Nothing: its namespace is closed to it.
+    /// Nothing: it is barred from its namespace.
     Barred,
 }
 
-/// How long a scheduler's requests wait for a producer, in milliseconds.
+/// Limits for the waits of a scheduler's requests for a producer, an engine computing their blocks; in
+/// milliseconds.
 #[derive(Copy, Clone, Debug)]
 pub(super) struct Waits {
-    /// On another node, where nobody said that there is one; 0: not at all.
+    /// For a producer on another node, without a sign of one; 0: no wait.
     pub(super) miss: u64,
-    /// That was said to be there, until it promises what is missing, or brings a block of it.
+    /// For a producer named by the request, until it promises a missing block or brings one.
     pub(super) promise: u64,
-    /// That has promised it.
+    /// For a producer with a promise of the missing block.
     pub(super) handover: u64,
 }
 
@@ -80,37 +81,37 @@ pub(super) struct Waits {
 #[derive(Debug)]
 pub(super) struct Scheduler {
     pub(super) engine: String,
-    /// By which the tier counts what it holds.
+    /// The tier's id for its holdings.
     pub(super) holder: HolderId,
     pub(super) run: [u8; 16],
     pub(super) world_size: u32,
-    /// It says which steps it accepted. What one of an earlier version saves is never kept.
+    /// It states the accepted steps. Saves of an engine of an earlier version are never kept.
     pub(super) accepts: bool,
-    /// How long its requests wait for a producer.
+    /// The limits for the waits of its requests for a producer.
     pub(super) waits: Waits,
-    /// And for blocks of disks and peers.
+    /// The limits for their waits for blocks of disks and peers.
     pub(super) load_wait: LoadPatience,
     /// Its last stated rate of computing prompts.
     prefill: Option<PrefillRate>,
     service: Service,
-    /// Why what it saves is kept where it is bound; `None`: it is not.
+    /// The reason to keep its saves in the namespace it is bound to; `None`: they are not kept.
     pub(super) proof: Option<Proof>,
-    /// What the blocks of this run are: the first rank that joins says it, for as long as the run lasts.
+    /// The form of this run's blocks: stated by the first rank that joins, for as long as the run lasts.
     form: Option<Form>,
     /// Digest of its table of cache groups.
     groups: Option<[u8; 16]>,
     /// Number of its last WEIGHTS.
     weights: u64,
-    /// The namespace, before any salt, that it was bound to since then: no other takes its place in this session.
+    /// The namespace, before any salt, it was bound to since then: no other takes its place in this session.
     bound: Option<NamespaceDigest>,
     salt: Option<[u8; 16]>,
-    /// What earlier salts bound it to, oldest first.
+    /// Its bindings by earlier salts, oldest first.
     generations: VecDeque<Binding>,
     /// Sessions of the ranks that have joined this run.
     ranks: Vec<Option<SessionId>>,
-    /// When it or a rank of it was last seen to work.
+    /// When it or one of its ranks was last seen to work.
     pub(super) worked_ms: u64,
-    /// Whether the engine has asked for blocks while no namespace was served to it.
+    /// True if the engine has asked for blocks while no namespace was served to it.
     asked_in_vain: bool,
 }
 
@@ -120,11 +121,11 @@ pub(super) struct Worker {
     pub(super) shard: u32,
     pub(super) shards: u32,
     pub(super) blocks: u32,
-    /// What its part of a block is made of.
+    /// The layers of its part of a block.
     pub(super) layers: Arc<Layers>,
-    /// It copies its loads itself, whatever a LOAD says.
+    /// It copies its loads itself, even if a LOAD says otherwise.
     pub(super) by_engine: bool,
-    /// The last step that the rank began before this session: what it reported of loads up to there may be lost.
+    /// The last step begun by the rank before this session: its reports on loads up to this step may be lost.
     pub(super) since: u64,
     /// The last step whose loads may be written.
     pub(super) start: u64,
@@ -138,20 +139,21 @@ pub(super) struct Worker {
     stated: NamespaceDigest,
     expects: Option<String>,
     groups: Option<[u8; 16]>,
-    /// It has its facts from others, unless it said which weights it holds.
+    /// It has its facts from elsewhere, and must prove its KV unless it states its weights.
     proves: bool,
-    /// Digest of the weights that it holds, as it said last.
+    /// Digest of its weights, as last stated.
     live: Option<[u8; 16]>,
-    /// Number of its last WEIGHTS, and of the scheduler's that this answered.
+    /// Number of its last WEIGHTS, and of the scheduler's WEIGHTS answered by it.
     weights: u64,
     answers: u64,
     run: Option<[u8; 16]>,
     scheduler: Option<SessionId>,
-    /// The one scheduler's session whose loads its session has answered: the next one numbers its own from 1.
+    /// The one scheduler's session whose loads this session has answered: the next scheduler numbers its
+    /// loads from 1.
     followed: Option<SessionId>,
 }
 
-/// The engine of which this is a cache group, by the name that groups have: `ENGINE group N`.
+/// Returns the engine of a cache group, by the group's name: `ENGINE group N`.
 pub(crate) fn whole(engine: &str) -> Option<&str> {
     let (whole, number) = engine.rsplit_once(" group ")?;
     number.parse::<u32>().is_ok().then_some(whole)
@@ -165,7 +167,7 @@ impl Scheduler {
         self.run == PROBE_RUN
     }
 
-    /// Whether it serves one cache group of several.
+    /// True if it serves one cache group of several.
     fn is_group(&self) -> bool {
         whole(&self.engine).is_some()
     }
@@ -214,7 +216,7 @@ impl Worker {
 impl Index<SessionId> for Engines {
     type Output = Scheduler;
 
-    /// A scheduler whose session the caller has looked at.
+    /// Returns a scheduler. The caller has checked the session.
     fn index(&self, session: SessionId) -> &Scheduler {
         &self.schedulers[&session]
     }
@@ -229,19 +231,20 @@ impl Engines {
         self.workers.contains_key(&session)
     }
 
-    /// Sessions of both roles but probes, and engines that a namespace is closed to.
+    /// Returns the number of sessions of both roles without probes, and of engines barred from their
+    /// namespace.
     pub(super) fn counts(&self) -> (usize, usize) {
         let barred = self.schedulers.values().filter(|scheduler| scheduler.barred().is_some());
         let engines = self.schedulers.values().filter(|scheduler| !scheduler.is_probe());
         (engines.count() + self.workers.len(), barred.count())
     }
 
-    /// Number of the namespace that is served to a scheduler's session, if one is.
+    /// Returns the number of the namespace served to a scheduler's session, if there is one.
     pub(super) fn bound_to(&self, session: SessionId) -> Option<u32> {
         Some(self.schedulers.get(&session)?.binding()?.namespace)
     }
 
-    /// Ids of namespaces that salts made of others, with those.
+    /// Returns the ids of salted namespaces, each with its unsalted namespace.
     pub(super) fn private_namespaces(&self) -> BTreeMap<u32, NamespaceDigest> {
         let of = |scheduler: &'_ Scheduler| {
             let now = scheduler.binding().or(scheduler.barred()).filter(Binding::is_private);
@@ -264,18 +267,18 @@ impl Engines {
         self.schedulers.values().filter(|scheduler| !scheduler.is_probe()).map(holder)
     }
 
-    /// The ranks that have joined a scheduler's run, each with its session; none where the scheduler is gone.
+    /// Returns the ranks joined to a scheduler's run, each with its session; none if the scheduler is gone.
     pub(super) fn ranks(&self, scheduler: SessionId) -> impl Iterator<Item = (SessionId, &Worker)> {
         let ranks = self.schedulers.get(&scheduler).map(|scheduler| scheduler.ranks.iter().flatten());
         ranks.into_iter().flatten().map(|id| (*id, &self.workers[id]))
     }
 
-    /// A scheduler's engine computes prompts at this rate.
+    /// Notes the rate of a scheduler's engine for computing prompts.
     pub(super) fn note_prefill(&mut self, session: SessionId, rate: Option<PrefillRate>) {
         self.schedulers.get_mut(&session).into_iter().for_each(|scheduler| scheduler.prefill = rate);
     }
 
-    /// The stated rates of engines by name, each with the bytes of a token in all cache groups.
+    /// Returns the stated rates of engines by name, each with the bytes of a token in all cache groups.
     pub(super) fn rates(&self) -> BTreeMap<&str, (PrefillRate, f64)> {
         let mut rates: BTreeMap<&str, (PrefillRate, f64)> = BTreeMap::new();
         for (session, scheduler) in &self.schedulers {
@@ -288,20 +291,20 @@ impl Engines {
         rates
     }
 
-    /// Tokens of a block, as the ranks of an engine state them.
+    /// Returns the tokens of a block, as stated by the ranks of an engine.
     fn block_tokens(&self, scheduler: SessionId) -> Option<u32> {
         let (_, worker) = self.ranks(scheduler).next()?;
         worker.facts.get(BLOCK_TOKENS)?.parse().ok()
     }
 
-    /// How long a scheduler's queries wait, to be changed by a test.
+    /// Returns the limits for the waits of a scheduler's queries, for a test to change.
     #[cfg(test)]
     pub(super) fn load_wait_mut(&mut self, session: SessionId) -> &mut LoadPatience {
         &mut self.schedulers.get_mut(&session).expect("it is connected").load_wait
     }
 
-    /// Milliseconds of computing the tokens of these keys of a prompt, behind kept ones; none: the engine's rate or the tokens of a block
-    /// are not known.
+    /// Returns the milliseconds of computing the tokens of these keys of a prompt, behind kept ones. `None`:
+    /// the engine's rate or the tokens of a block are unknown.
     pub(super) fn compute_ms(&self, scheduler: SessionId, keys: Range<u32>) -> Option<f64> {
         let rate = self.schedulers.get(&scheduler)?.prefill?;
         let tokens = self.block_tokens(scheduler)?;
@@ -309,18 +312,18 @@ impl Engines {
         Some(rate.seconds(token(keys.start), token(keys.end)) * 1e3)
     }
 
-    /// The name of a scheduler's engine.
+    /// Returns the name of a scheduler's engine.
     pub(super) fn name(&self, scheduler: SessionId) -> Option<&str> {
         let engine = &self.schedulers.get(&scheduler)?.engine;
         Some(whole(engine).unwrap_or(engine))
     }
 
-    /// Whether every rank has joined a scheduler's run and is so.
+    /// True if every rank has joined a scheduler's run, and `is` holds for each.
     pub(super) fn every_rank(&self, scheduler: SessionId, is: impl Fn(&Worker) -> bool) -> bool {
         self[scheduler].ranks.iter().all(|id| id.is_some_and(|id| is(&self.workers[&id])))
     }
 
-    /// The session and the rank of a worker's run, if its scheduler has connected.
+    /// Returns the scheduler's session and the rank of a worker, if its scheduler has connected.
     pub(super) fn place(&self, worker: SessionId) -> Option<(SessionId, u32)> {
         let worker = self.workers.get(&worker)?;
         Some((worker.scheduler?, worker.rank))
@@ -330,7 +333,8 @@ impl Engines {
         self.schedulers.get_mut(&session).expect("the caller checked")
     }
 
-    /// A session begins. Of a scheduler's: the workers that have joined its run already.
+    /// Adds a session. Returns, for a scheduler, the workers already joined to its run. Fails if the run has
+    /// another scheduler.
     pub(super) fn connect(
         &mut self,
         session: SessionId,
@@ -339,7 +343,7 @@ impl Engines {
     ) -> Result<Vec<SessionId>, Violation> {
         let waits = Waits {
             miss: hello.miss_wait_ms.unwrap_or(0).into(),
-            // A window must be open to be extended.
+            // Only an open window can be extended by a promise.
             promise: hello.promise_wait_ms.unwrap_or(AWAIT_MS).max(1).into(),
             handover: hello.handover_wait_ms.unwrap_or(PROMISED_WAIT_MS_MAX).into(),
         };
@@ -357,7 +361,8 @@ impl Engines {
             }
             Role::Scheduler { run } => run,
         };
-        // The ranks of a run follow one scheduler: were they handed on, the first would keep sessions that end unseen.
+        // The ranks of a run follow one scheduler: after a move to another one, the first would not see their
+        // sessions end.
         if run != PROBE_RUN && self.schedulers.values().any(|other| other.run == run) {
             return Err(
                 "another scheduler serves this run: give each run of an engine an id of its own".into()
@@ -393,8 +398,8 @@ impl Engines {
         Ok(joined.map(|(id, _)| *id).collect())
     }
 
-    /// JOIN: a worker takes part in a run, having begun the step `since` before its session. The run's scheduler, which may not have
-    /// connected yet.
+    /// JOIN: adds a worker to a run. `since` is the last step begun before its session. Returns the run's
+    /// scheduler, if it has connected. Fails for a probe's run, and for a worker of another run.
     pub(super) fn join(
         &mut self,
         session: SessionId,
@@ -412,8 +417,9 @@ impl Engines {
         Ok(self.schedulers.iter().find(|(_, scheduler)| scheduler.run == run).map(|(id, _)| *id))
     }
 
-    /// Takes a worker that has joined the run of a scheduler into it, unbound until [`Engines::bind`]. Returns its rank and the last
-    /// step that the rank began before this session. A scheduler in whose run it takes another session's place has lost that rank.
+    /// Makes a worker the rank of its run's scheduler, unbound until [`Engines::bind`]. Returns the rank, and
+    /// the last step begun by it before this session. If it replaces another session, the scheduler has lost
+    /// this rank. Fails if the worker does not match the scheduler or the run's other ranks.
     pub(super) fn admit(&mut self, worker: SessionId, scheduler: SessionId) -> Result<(u32, u64), Violation> {
         let member = self.workers.get_mut(&worker).expect("the caller found it");
         let host = self.schedulers.get_mut(&scheduler).expect("the caller found it");
@@ -445,19 +451,20 @@ impl Engines {
         }
         (member.scheduler, member.followed) = (Some(scheduler), Some(scheduler));
         let before = host.ranks[rank as usize].replace(worker);
-        // It may hold other weights than a session in whose place it comes, and is to be shown the words.
+        // The new session may hold other weights than the replaced one, and needs the words of the binding.
         host.change(ServiceEvent::RankJoined { replaces: before.is_some_and(|other| other != worker) });
         Ok((rank, member.since))
     }
 
-    /// A worker's fence words; its scheduler, if it has one.
+    /// Sets a worker's fence words. Returns its scheduler, if it has one.
     pub(super) fn set_fences(&mut self, session: SessionId, start: u64, done: u64) -> Option<SessionId> {
         let worker = self.workers.get_mut(&session)?;
         (worker.start, worker.done) = (start, done);
         worker.scheduler
     }
 
-    /// Whoever says something or has done a step is at work, once it is served: a scheduler without ranks takes no share.
+    /// Counts the engine of a session as being at work, if it is served: a scheduler without ranks takes no
+    /// share.
     pub(super) fn note_work(&mut self, now_ms: u64, session: SessionId, dram: &mut Dram) {
         let scheduler = self.workers.get(&session).map_or(Some(session), |worker| worker.scheduler);
         let Some(scheduler) = scheduler.and_then(|id| self.schedulers.get_mut(&id)) else { return };
@@ -467,12 +474,12 @@ impl Engines {
         }
     }
 
-    /// A scheduler that nothing is served to has asked for blocks.
+    /// Notes a question for blocks by a scheduler without a served namespace.
     pub(super) fn note_asked_in_vain(&mut self, session: SessionId) {
         self.scheduler(session).asked_in_vain = true;
     }
 
-    /// A worker is gone. The scheduler and the rank that it leaves without one.
+    /// Removes a worker. Returns its scheduler and rank, if the rank has no session now.
     pub(super) fn remove_worker(&mut self, session: SessionId) -> Option<(SessionId, u32)> {
         let worker = self.workers.remove(&session)?;
         let scheduler = worker.scheduler?;
@@ -487,7 +494,7 @@ impl Engines {
         if self.schedulers.values().all(|other| other.holder != scheduler.holder) {
             dram.leave(scheduler.holder);
         }
-        // Also those whose place another session of their rank took.
+        // Also workers replaced by another session of their rank.
         for worker in self.workers.values_mut().filter(|worker| worker.scheduler == Some(session)) {
             worker.scheduler = None;
         }

@@ -1,4 +1,4 @@
-//! What the core is told, and what it wants done.
+//! Events, the core's input, and actions, its output.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -21,19 +21,19 @@ use tiers::ssd;
 use super::inspection::{Findings, Inspection};
 use super::{CopyId, SessionId};
 
-/// Keys whose search takes as long as binding an engine: its facts are digested, and its namespace is compared with those that are
-/// known.
+/// The cost of binding an engine, in keys searched: its facts are digested, and its namespace is compared
+/// with the known ones.
 const BIND_COST: usize = 8192;
 
 #[derive(Debug)]
 pub enum Event {
-    /// A peer was accepted.
+    /// A client was accepted.
     Connected {
         session: SessionId,
-        /// What it said, already checked.
+        /// Its HELLO, already checked.
         hello: Box<Hello>,
     },
-    /// A peer is gone.
+    /// A client is gone.
     Disconnected {
         session: SessionId,
     },
@@ -50,10 +50,10 @@ pub enum Event {
         /// Last step whose KV is written.
         done: u64,
     },
-    /// A batch ended; `ok` says that every piece is whole.
+    /// A batch of copies has ended.
     Copied {
         copy: CopyId,
-        /// Whether every byte was moved.
+        /// True if every byte was moved.
         ok: bool,
     },
     /// A scheduler's ring was read to its tail, after every `Copied` of this turn was handled.
@@ -62,19 +62,19 @@ pub enum Event {
         /// Saves below this operation are void.
         void_below: u64,
     },
-    /// An inspection of [`Action::Inspect`] ended.
+    /// An inspection of [`Action::Inspect`] has ended.
     Inspected {
         /// The save of the blocks: its scheduler's session, and its operation.
         save: (SessionId, u64),
         findings: Findings,
     },
-    /// A part of the pool may be used from now on, with what an earlier life left in it.
+    /// A part of the pool may be used from now on, with the blocks left in it by an earlier life.
     Opened(Opened),
     /// A comparison of [`Action::Verify`] has ended.
     Verified {
         key: BlockKey,
         slot: SlotRef,
-        /// Whether its bytes are what its checksum says.
+        /// True if its bytes match its checksum.
         whole: bool,
     },
     /// Jobs of [`Action::Transfer`] have ended, or blocks of earlier lives were found.
@@ -83,18 +83,18 @@ pub enum Event {
         tier: usize,
         ends: Vec<JobEnd>,
     },
-    /// The mesh has something to say.
+    /// A message of the mesh.
     Mesh(Heard),
-    /// A turn has come for a session of [`super::Core::behind`].
+    /// It is the turn of a session of [`super::Core::behind`].
     Behind {
         session: SessionId,
     },
     Tick,
-    /// The sidecar is to end: nothing new is taken, what runs is finished.
+    /// The sidecar is to end: it takes nothing new, and finishes its running work.
     Drain,
 }
 
-/// One message of a ring and all that it refers to, copied out of shared memory.
+/// One message of a ring with all data named by it, copied out of shared memory.
 #[derive(Debug)]
 pub enum Request {
     Scheduler {
@@ -107,17 +107,17 @@ pub enum Request {
     Worker(WorkerRequest),
 }
 
-/// What must be done, in the order given.
+/// A step for the core's host to carry out; actions are carried out in the given order.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Action {
-    /// Write `refs` beside the keys `from..` of the log whose chunks are given, then the outcome.
+    /// Write `refs` beside the keys `from..` of the log with these chunks, then the outcome.
     Answer {
         session: SessionId,
         op: u64,
         outcome: Outcome,
         /// Slots of the hit blocks.
         refs: Vec<SlotRef>,
-        /// Where the block of each was found; in memory where nothing stands.
+        /// The source of each block; memory for blocks without an entry.
         sources: Vec<Source>,
         /// Chunks of the log.
         chunks: Vec<u32>,
@@ -135,7 +135,7 @@ pub enum Action {
         /// Bytes of its blocks.
         block_bytes: u64,
     },
-    /// Keep later lives from a slot whose block was removed, and which engines may still read.
+    /// Keep later lives from the slot of a removed block, which engines may still read.
     DisownSlot { slot: SlotRef },
     /// Mark a slot free in its header.
     FreeSlot { slot: SlotRef },
@@ -160,46 +160,48 @@ pub enum Action {
         session: SessionId,
         direction: Direction,
         pieces: Vec<Piece>,
-        /// Loads: the operation, to compare with the rank's gate. Saves: zero.
+        /// Operation of a load, to compare with the rank's gate; zero for a save.
         load_op: u64,
-        /// A step of the engine waits for it.
+        /// True if a step of the engine waits for the copy.
         awaited: bool,
     },
     /// Compare or search blocks; answered by [`Event::Inspected`].
     Inspect(Inspection),
-    /// Compare a block of an earlier life with its checksum; answered by [`Event::Verified`]. Its slot stays as it is until then.
+    /// Compare a block of an earlier life with its checksum; answered by [`Event::Verified`]. Its slot stays
+    /// as it is until then.
     Verify { key: BlockKey, slot: SlotRef },
     /// Hand a job to the tier with this number; answered by [`Event::Transferred`].
     Transfer { tier: usize, job: TierJob },
     /// Let a peer read these slots; answered by [`Heard::Released`].
     Grant {
         ask: u64,
-        /// One for each block asked for, `None` where it is not here.
+        /// One for each block asked for; `None`: the block is not granted.
         slots: Vec<Option<SlotRef>>,
     },
-    /// Tell peers what has come into DRAM and what has gone.
+    /// Publish the blocks added to DRAM and removed from it to peers.
     Publish(Vec<Change>),
-    /// Tell peers, behind that, all that is promised: of each prompt the last two keys.
+    /// Publish all promises to peers, behind the changes of blocks: the last two keys of each promised
+    /// prompt.
     Promise(Vec<Digest>),
-    /// Ask a peer for all that it has: there is more than was expected.
+    /// Ask a peer for its whole inventory: the announced one had too little room.
     Resync { peer: PeerNumber },
-    /// Show an engine's processes what they are bound to, in this order, and count them among those that serve the namespace.
+    /// Show an engine's processes their binding, in this order, and count the engine for its namespace.
     Bind {
         engine: String,
-        /// All facts of the namespace, that of the weights among them.
+        /// All facts of the namespace, with the fact of the weights.
         facts: Arc<Facts>,
         /// Bytes of a block, all shards.
         block_bytes: u64,
         /// Distinct parts of a block.
         shards: u32,
-        /// The ranks' sessions and the words for each, then the scheduler's.
+        /// The ranks' sessions, each with its words, then the scheduler's session.
         words: Vec<(SessionId, Bound)>,
     },
-    /// Say this in the log.
+    /// Write this warning to the log.
     Warn(String),
     Close {
         session: SessionId,
-        /// Why, for the log.
+        /// The reason, for the log.
         reason: String,
     },
 }
@@ -226,7 +228,7 @@ pub enum JobEnd {
     Peer(transport::Done),
 }
 
-/// Which way a copy goes.
+/// The direction of a copy.
 #[derive(Copy, Clone, Debug, PartialEq, Eq)]
 pub enum Direction {
     /// Engine memory to pool.
@@ -235,7 +237,7 @@ pub enum Direction {
     Load,
 }
 
-/// One block of a rank.
+/// One block of a rank, to be copied.
 #[derive(Copy, Clone, Debug, PartialEq, Eq)]
 pub struct Piece {
     /// Block id in the engine.
@@ -244,7 +246,7 @@ pub struct Piece {
     pub offset: u64,
 }
 
-/// A request that is over.
+/// An ended request.
 #[derive(Debug)]
 pub struct Ended {
     /// Number of its namespace.
@@ -252,43 +254,43 @@ pub struct Ended {
     pub block_bytes: u64,
     /// All of its blocks.
     pub keys: Vec<BlockHash>,
-    /// Those that it asked for first.
+    /// The range of the keys asked for first.
     pub asked: Range<usize>,
     pub ending: Ending,
 }
 
-/// What the mesh tells the core.
+/// A message of the mesh to the core.
 #[derive(Debug)]
 pub enum Heard {
     Joined(PeerNumber),
-    /// A member went; what is fetched from it ends by itself.
+    /// A member is gone; fetches from it end by themselves.
     Left(PeerNumber),
-    /// All that a member has.
+    /// All blocks of a member.
     Keeps {
         peer: PeerNumber,
         filter: Filter,
     },
-    /// What has changed at a member since.
+    /// The changes at a member since then.
     Changed {
         peer: PeerNumber,
         /// The changes, in order.
         changes: Vec<Change>,
     },
-    /// All that a member promises: of each prompt the last two keys.
+    /// All promises of a member: the last two keys of each promised prompt.
     Promises {
         peer: PeerNumber,
         promises: Vec<Digest>,
     },
-    /// A member wants blocks; answered by [`Action::Grant`].
+    /// A member asks for blocks; answered by [`Action::Grant`].
     Asked {
         ask: u64,
         peer: PeerNumber,
         blocks: Vec<Label>,
     },
-    /// The slots of a grant are free of it.
+    /// A grant has ended: the transport no longer needs its slots.
     Released {
         ask: u64,
-        /// Blocks of it that were sent whole.
+        /// Number of the grant's first blocks, sent whole.
         sent: u32,
     },
 }
@@ -305,7 +307,8 @@ impl JobEnd {
 // === impl Request ===
 
 impl Request {
-    /// What handling it costs: one more than the keys and blocks that it names, or as much as a binding.
+    /// Returns the cost of its handling: one more than the keys and blocks named by it, or the cost of a
+    /// binding.
     pub fn cost(&self) -> usize {
         match self {
             Self::Scheduler { request: SchedulerRequest::Weights { .. }, .. }

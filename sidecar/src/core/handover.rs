@@ -1,7 +1,7 @@
 //! Handovers: one engine computes a prompt, another answers it, and the blocks travel by their keys.
 //!
-//! A block of a handover is an arrival whose source is a save. It is loaded from its slot, once it is committed there. From then on it
-//! is kept, as by a lease of the engine that saved it, until another engine has loaded it.
+//! A block of a handover arrives from a save: it is loaded from its slot once it is committed there. From
+//! then on it is kept, as by a lease of its saver, until another engine has loaded it.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
@@ -13,78 +13,80 @@ use tiers::dram::{Dram, HolderId, Whose};
 use super::SessionId;
 use super::arrivals::Waiter;
 
-/// How long a block is kept for an engine that has not loaded it.
+/// Milliseconds for which a block is kept for an engine that has not loaded it.
 pub(super) const TTL_MS: u64 = 30_000;
-/// What is kept at once takes 1 of so many parts of the pool: the rest is for saves, and for those who wait for none.
+/// All kept blocks take 1 of so many parts of the pool at most: the rest is for saves, and for requests
+/// without a handover.
 const PART: u64 = 2;
-/// Entries of ends that mean nothing and are left among those of one holder, beside one for each block: who keeps the same blocks again
-/// and again leaves one behind each time.
+/// Stale entries left among the ends of one kind, beside one entry for each block: each time the same block
+/// is kept again leaves one.
 const STALE_MAX: usize = 1024;
-/// Blocks that are remembered to be lost: those of 64 prompts of 4,096 tokens, 16 to a block.
+/// Limit of remembered lost blocks: those of 64 prompts of 4,096 tokens, 16 to a block.
 const LOST_MAX: usize = 1 << 14;
 
-/// What saves have begun and ended in one event, to be told to others at its end.
+/// The begins and ends of saves in one event, for other parts at the end of the event.
 #[derive(Debug, Default)]
 pub(super) struct Produced {
     /// Slots were taken for blocks.
     pub(super) claimed: bool,
-    /// Blocks that were awaited: by whom, and whether they are kept.
+    /// Awaited blocks that have ended, each with its waiters, and true if it is kept.
     pub(super) ended: Vec<(BlockKey, Vec<Waiter>, bool)>,
-    /// Namespaces in which blocks were kept, and the sessions that saved them.
+    /// The namespaces of newly kept blocks, each with the session of the saver.
     pub(super) kept: BTreeSet<(u32, SessionId)>,
     /// An engine, a promise or a save for another engine has ended.
     pub(super) over: bool,
 }
 
-/// Blocks that are kept for engines that have not loaded them: one hold on each, of the engine that saved it.
+/// Blocks kept for engines until these load them: one hold on each, of its saver.
 #[derive(Debug)]
 pub(super) struct Kept {
     ttl_ms: u64,
     bytes_max: u64,
     bytes: u64,
-    /// Blocks that were kept so far, those that were kept anew among them.
+    /// Number of blocks kept so far; a block kept again counts again.
     count: u64,
-    /// By the slot's offset.
+    /// Kept blocks by their slot's offset.
     blocks: BTreeMap<u64, KeptBlock>,
-    /// Offsets and ends by whose blocks of what size they are, in order. Where a block's end or owner is another by now, or it is not kept,
-    /// the entry means nothing.
+    /// Offsets and ends of kept blocks by kind, in order. An entry is stale if its block is not kept, or has
+    /// another end or kind by now.
     ends: Vec<(Kind, VecDeque<(u64, u64)>)>,
     released: Released,
 }
 
-/// Whose blocks, and of how many bytes each: one of them has a slot for another.
+/// Owner, quota and bytes of a block: a slot of one kind can be used for any block of this kind.
 type Kind = (Whose, u64);
 
 #[derive(Debug)]
 struct KeptBlock {
     key: BlockKey,
     slot: SlotRef,
-    /// How many were kept before it.
+    /// Number of blocks kept before it.
     before: u64,
     kind: Kind,
     until_ms: u64,
-    /// When the step that wrote it was seen to be done; `None` if its save found it in the pool.
+    /// When its step was first seen done; `None` if its save found it in the pool.
     fenced: Option<Duration>,
 }
 
-/// Blocks that are kept no longer, by why.
+/// Blocks kept no longer, by reason.
 #[derive(Copy, Clone, Debug, Default)]
 pub(super) struct Released {
     /// Another engine has loaded them.
     pub(super) loaded: u64,
-    /// Nobody has for their time.
+    /// No engine has loaded them in time.
     pub(super) expired: u64,
-    /// Later ones needed their room.
+    /// Later blocks needed their room.
     pub(super) full: u64,
 }
 
-/// Blocks that were computed for another engine and are not kept: whoever awaits one waits in vain. The last ones of some time.
+/// Blocks computed for another engine and not kept: a wait for one cannot succeed. Only the last ones are
+/// remembered, for some time.
 #[derive(Debug, Default)]
 pub(super) struct Lost {
-    /// Until when each block is remembered, in milliseconds.
+    /// When each block is forgotten, in milliseconds.
     blocks: BTreeMap<BlockKey, u64>,
-    /// The keys of `blocks` and their times, the earliest first. A key that was lost again has a later time in `blocks`: only the
-    /// entry with that time forgets it.
+    /// The keys of `blocks` and their times, the earliest first. A key lost again has a later time in
+    /// `blocks`: only the entry with this time forgets it.
     ends: VecDeque<(BlockKey, u64)>,
 }
 
@@ -120,7 +122,7 @@ impl Kept {
         self.released
     }
 
-    /// Keeps a committed block from now on, or anew. What is kept the longest goes where there is too much.
+    /// Keeps a committed block from now on, or again. If there is too much, the blocks kept the longest go.
     pub(super) fn keep(
         &mut self,
         key: &BlockKey,
@@ -146,7 +148,7 @@ impl Kept {
         while self.bytes > self.bytes_max && self.give_way(|_| true, dram).is_some() {}
     }
 
-    /// A block has another end from now on.
+    /// Adds a block's new end to its kind.
     fn note_end(&mut self, kind: Kind, end: (u64, u64)) {
         let Some((_, ends)) = self.ends.iter_mut().find(|(other, _)| *other == kind) else {
             return self.ends.push((kind, VecDeque::from([end])));
@@ -157,14 +159,14 @@ impl Kept {
         }
     }
 
-    /// Gives up what a holder has kept the longest, if it has so little room that it could save no block of `bytes`.
+    /// Gives up the blocks a holder has kept the longest, until it has room to save a block of `bytes`.
     pub(super) fn make_room(&mut self, holder: HolderId, bytes: u64, dram: &mut Dram) {
         let is_its = |(whose, _): Kind| whose.holder == holder;
         while self.bytes > 0 && dram.room(holder) < bytes && self.give_way(is_its, dram).is_some() {}
     }
 
-    /// Gives up what has been kept the longest of blocks of which one makes room for another, if it was one of the first `before`. Later
-    /// ones may be of the prompt that needs the room: they are of no use without those before them.
+    /// Gives up the block of a kind kept the longest, if it was one of the first `before`. Returns its key. A
+    /// later one may be of the very prompt in need of room: blocks are of no use without those before them.
     pub(super) fn make_slot(
         &mut self,
         whose: Whose,
@@ -181,14 +183,15 @@ impl Kept {
         self.give_way(is_meant, dram)
     }
 
-    /// Later blocks need the room of the one that is kept the longest, if there is one.
+    /// Gives up the block kept the longest for later ones, if there is one. Returns its key.
     fn give_way(&mut self, is_meant: impl Fn(Kind) -> bool, dram: &mut Dram) -> Option<BlockKey> {
         let released = self.release_oldest(is_meant, dram);
         self.released.full += u64::from(released.is_some());
         released
     }
 
-    /// An engine has loaded these blocks; when the last step that wrote one of them for it was seen to be done.
+    /// Ends the keeping of blocks loaded by another engine than their saver. Returns the latest time at which
+    /// a step of one was first seen done.
     pub(super) fn loaded(&mut self, slots: &[SlotRef], by: HolderId, dram: &mut Dram) -> Option<Duration> {
         let mut fenced = None;
         for slot in slots {
@@ -203,7 +206,7 @@ impl Kept {
         fenced
     }
 
-    /// Gives up what nobody has loaded in time.
+    /// Gives up blocks not loaded in time.
     pub(super) fn expire(&mut self, now_ms: u64, dram: &mut Dram) {
         while self.oldest(|_| true).is_some_and(|(_, until_ms)| until_ms <= now_ms)
             && self.release_oldest(|_| true, dram).is_some()
@@ -212,7 +215,7 @@ impl Kept {
         }
     }
 
-    /// Of these the block that is kept the longest: its kind's place in the list, and its end.
+    /// Returns the block kept the longest of these kinds: the place of its kind in the list, and its end.
     fn oldest(&mut self, is_meant: impl Fn(Kind) -> bool) -> Option<(usize, u64)> {
         for (kind, ends) in &mut self.ends {
             while ends.pop_front_if(|end| !is_kept(&self.blocks, *kind, *end)).is_some() {}
@@ -222,7 +225,7 @@ impl Kept {
         ends.map(|(at, (_, ends))| (at, ends[0].1)).min_by_key(|(_, until_ms)| *until_ms)
     }
 
-    /// Gives up the block that is kept the longest, if there is one.
+    /// Gives up the block kept the longest of these kinds, if there is one. Returns its key.
     fn release_oldest(&mut self, is_meant: impl Fn(Kind) -> bool, dram: &mut Dram) -> Option<BlockKey> {
         let (at, _) = self.oldest(is_meant)?;
         let (offset, _) = self.ends[at].1.pop_front().expect("looked at above");
@@ -243,7 +246,7 @@ impl Kept {
     }
 }
 
-/// Whether an entry among the ends of a kind is of a block that is kept until then.
+/// True if an entry among the ends of a kind is of a block kept until then.
 fn is_kept(blocks: &BTreeMap<u64, KeptBlock>, kind: Kind, (offset, until_ms): (u64, u64)) -> bool {
     blocks.get(&offset).is_some_and(|kept| kept.kind == kind && kept.until_ms == until_ms)
 }
@@ -251,7 +254,7 @@ fn is_kept(blocks: &BTreeMap<u64, KeptBlock>, kind: Kind, (offset, until_ms): (u
 // === impl Lost ===
 
 impl Lost {
-    /// Of these blocks of a save those that the pool has not are lost.
+    /// Notes the blocks of a save that are not in the pool: they are lost.
     pub(super) fn note(&mut self, namespace: u32, hashes: &[BlockHash], now_ms: u64, dram: &Dram) {
         let mut found = Vec::with_capacity(hashes.len());
         dram.lookup(namespace, hashes, &mut found);
@@ -260,7 +263,7 @@ impl Lost {
         }
     }
 
-    /// A block is lost where it is not found.
+    /// Notes a lost block. Only waiters for a block found nowhere look at it.
     pub(super) fn insert(&mut self, key: BlockKey, now_ms: u64) {
         let until_ms = now_ms.saturating_add(TTL_MS);
         self.blocks.insert(key, until_ms);

@@ -1,5 +1,5 @@
-//! What an operator asks of the blocks: how many of each namespace are kept where, where certain ones are, and that those of a
-//! namespace go. What looks at all blocks does so some at a time, so that engines are answered in between.
+//! An operator's requests: the number of kept blocks of each namespace, the places of certain blocks, and the
+//! eviction of a namespace. Work on all blocks goes in parts, and engines are answered in between.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -15,18 +15,18 @@ use super::Base;
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
 pub struct Kept {
     pub memory: u64,
-    /// In this node's tiers below, or being written there.
+    /// In this node's tiers below memory, or being written there.
     pub below: u64,
 }
 
-/// Where a block is kept.
+/// The places of a block.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct Location {
     /// In memory, or in the pool file and still to be verified.
     pub memory: bool,
-    /// In a tier of this node below.
+    /// In a tier of this node below memory.
     pub below: bool,
-    /// Peers that are known to keep it, which is late and sometimes wrong.
+    /// Peers known to keep it; this knowledge is late and sometimes wrong.
     pub peers: Vec<PeerNumber>,
 }
 
@@ -34,20 +34,20 @@ pub struct Location {
 #[derive(Copy, Clone, Debug)]
 pub(super) enum At {
     Memory(Walk),
-    /// A tier's number, and where the walk over its blocks is.
+    /// A tier's number, and the position of the walk over its blocks.
     Tier(usize, usize),
 }
 
-/// A count of all blocks that is under way.
+/// A count of all blocks, under way.
 #[derive(Debug)]
 pub struct Survey {
     /// `None` at the end.
     at: Option<At>,
-    /// By the number of the namespace.
+    /// Counts by the number of the namespace.
     kept: BTreeMap<u32, Kept>,
 }
 
-/// The removal of a namespace's blocks that is under way.
+/// The removal of a namespace's blocks, under way.
 #[derive(Debug)]
 pub struct Eviction {
     /// `None` at the end.
@@ -65,7 +65,7 @@ impl Default for At {
 }
 
 impl At {
-    /// Shows some of the blocks, and where each is; the place behind them, if there are more.
+    /// Shows some of the blocks, each with its place. Returns the position behind them; `None` at the end.
     pub(super) fn step(self, base: &Base, mut see: impl FnMut(&BlockKey, Source)) -> Option<Self> {
         match self {
             Self::Memory(walk) => {
@@ -101,7 +101,7 @@ impl Default for Survey {
 }
 
 impl Survey {
-    /// Counts some blocks; false once all are.
+    /// Counts some blocks. False once all are counted.
     pub(super) fn step(&mut self, base: &Base) -> bool {
         let kept = &mut self.kept;
         let count = |key: &BlockKey, medium| *kept.entry(key.namespace).or_default().at(medium) += 1;
@@ -109,7 +109,7 @@ impl Survey {
         self.at.is_some()
     }
 
-    /// What was counted, by namespace. Blocks that a salt made an engine's own count to the namespace that it was made of.
+    /// Returns the counts by namespace. Blocks of a salted namespace count to the unsalted one.
     pub(super) fn result(&self, base: &Base) -> BTreeMap<NamespaceDigest, Kept> {
         let mut names = base.cx.namespaces.all();
         names.extend(base.engines.private_namespaces());
@@ -127,19 +127,20 @@ impl Survey {
 // === impl Eviction ===
 
 impl Eviction {
-    /// Of all that is kept of a namespace and of those that salts made of it; `None` where it was never heard of.
+    /// Returns the removal of all blocks of a namespace and of its salted forms. `None`: the namespace is
+    /// unknown.
     pub(super) fn new(namespace: NamespaceDigest, base: &Base) -> Option<Self> {
         let numbers = numbers_of(namespace, base);
         (!numbers.is_empty()).then(|| Self { at: Some(At::default()), numbers, removed: Kept::default() })
     }
 
-    /// The numbers under which the blocks are kept.
+    /// Returns the numbers of the namespaces whose blocks are removed.
     pub(super) fn numbers(&self) -> &BTreeSet<u32> {
         &self.numbers
     }
 
-    /// Removes some blocks; false once the last one is gone. Leases that engines have go on: what they were told of they can load,
-    /// and the slot is free afterwards.
+    /// Removes some blocks. False once the last one is gone. Leases go on: an engine can still load leased
+    /// blocks, and their slots are free afterwards.
     pub(super) fn step(&mut self, base: &mut Base) -> bool {
         let (mut keys, numbers, removed) = (BTreeSet::new(), &self.numbers, &mut self.removed);
         let see = |key: &BlockKey, medium| {
@@ -152,13 +153,13 @@ impl Eviction {
         self.at.is_some()
     }
 
-    /// Blocks that were removed so far, from where.
+    /// Returns the blocks removed so far, by place.
     pub fn removed(&self) -> Kept {
         self.removed
     }
 }
 
-/// Where each of these blocks of a namespace is.
+/// Returns the places of each of these blocks of a namespace.
 pub(super) fn locate(namespace: NamespaceDigest, hashes: &[BlockHash], base: &Base) -> Vec<Location> {
     let numbers = numbers_of(namespace, base);
     let locate = |hash: &BlockHash| {

@@ -1,11 +1,13 @@
-//! The pure core: every decision of the sidecar, as a function of (state, now, event) to actions.
+//! The pure core: it makes every decision of the sidecar, as a function of a state, a time and an event to
+//! actions.
 //!
-//! Invariants it keeps:
-//! - a slot is filled by one save, read only under a lease, and reused only when no copy touches it;
-//! - a block is committed only after every shard's copy ended and, after that, its scheduler's ring was drained, and only if the
-//!   scheduler accepted the step that computed it;
+//! Invariants:
+//! - a slot is filled by one save or one read at a time, read by engines only under a lease, and reused only
+//!   when no copy touches it;
+//! - a block is committed only after every shard's copy has ended and, after these ends, its scheduler's ring
+//!   was drained, and only if the scheduler accepted the block's step;
 //! - a copy starts only once its rank has joined the engine's run and passed the step's fence;
-//! - whatever a peer sends ends at worst in that peer's session being closed with a reason.
+//! - a client's message does no more harm than to have the client's own session closed, with a reason.
 //!
 //! No clock, memory or I/O here: [`crate::runtime`] feeds events and carries actions out, in their order.
 
@@ -74,10 +76,10 @@ pub type SessionId = u64;
 /// A batch of copies, unique within an epoch.
 pub type CopyId = u64;
 
-/// Why a peer's session must end.
+/// The reason to close a client's session.
 type Violation = String;
 
-/// What queries and transfers are given for a call: who is there, where blocks come from, and the context.
+/// The arguments of queries and transfers: the engines, the sources of blocks, and the context.
 #[derive(Debug)]
 struct Base {
     engines: Engines,
@@ -85,7 +87,7 @@ struct Base {
     cx: Context,
 }
 
-/// Hands each event to the part that it is for, and what follows from it to the others.
+/// Hands each event to one part of the core, and the consequences to the other parts.
 #[derive(Debug)]
 pub struct Core {
     base: Base,
@@ -97,7 +99,8 @@ pub struct Core {
 // === impl Core ===
 
 impl Core {
-    /// A core over empty DRAM. Namespaces have these quotas, and blocks are looked for in `tiers` in this order.
+    /// Returns a core over empty DRAM, with quotas for namespaces. It looks for blocks in `tiers`, in their
+    /// order.
     pub fn new(dram: Dram, quotas: &[Quota], tiers: impl IntoIterator<Item = NewTier>) -> Self {
         let (engines, mut sources, queries, transfers, announcer): (_, Sources, _, _, _) = Default::default();
         let mut cx = Context::new(dram);
@@ -107,44 +110,46 @@ impl Core {
         Self { base: Base { engines, sources, cx }, queries, transfers, announcer }
     }
 
-    /// Disks were left out: what they hold may be found after another start.
+    /// Notes disks left out of this start: a later start may find blocks on them.
     pub fn leave_out_disks(&mut self) {
         self.base.cx.unread = true;
     }
 
-    /// The same where one event takes slots for no more blocks than this.
+    /// Returns the core with a limit for the blocks of one event: it takes slots for no more than these.
     pub fn with_claims(mut self, claims_max: usize) -> Self {
         self.base.cx.claims_max = claims_max;
         self
     }
 
-    /// The same where blocks that are handed over are kept so long for an engine that has not loaded them.
+    /// Returns the core with this time for handovers: a block is kept so long for an engine that has not
+    /// loaded it.
     pub fn with_handover_ttl(mut self, ttl_ms: u64) -> Self {
         self.base.cx.kept.set_ttl(ttl_ms);
         self
     }
 
-    /// A pool file may hold blocks of earlier lives, until [`Core::end_opening`].
+    /// Begins the opening of a pool file: it may hold blocks of earlier lives, until [`Core::end_opening`].
     pub fn begin_opening(&mut self) {
         self.base.cx.opening = true;
     }
 
-    /// All of the pool is in service.
+    /// Ends the opening: all of the pool is in service.
     pub fn end_opening(&mut self) {
         self.base.cx.opening = false;
     }
 
-    /// Takes one event and appends what must be done.
+    /// Handles one event, and appends the actions.
     pub fn handle(&mut self, now: Duration, event: Event, out: &mut Vec<Action>) {
         self.respond(now, event, out);
         self.go_on(now, out);
     }
 
-    /// Takes one event and appends what others wait for: an engine is held up by its question. [`Core::go_on`] follows.
+    /// Handles one event, and appends the actions engines wait for, such as answers. [`Core::go_on`] must
+    /// follow.
     pub fn respond(&mut self, now: Duration, event: Event, out: &mut Vec<Action>) {
         let Self { base, queries, transfers, .. } = self;
         base.cx.set_now(now);
-        // Who does not ask how long things took leaves it here.
+        // Timings not taken by the caller are dropped here.
         base.cx.drain_over().for_each(drop);
         base.cx.ended.clear();
         match event {
@@ -196,11 +201,11 @@ impl Core {
         out.append(&mut self.base.cx.actions);
     }
 
-    /// Appends what else an event brings on: blocks are sent for and written, peers and engines are told.
+    /// Appends the other actions of an event: requests for blocks, writes, and messages to peers and engines.
     pub fn go_on(&mut self, now: Duration, out: &mut Vec<Action>) {
         let base = &mut self.base;
         base.cx.set_now(now);
-        // Slots of removed blocks become free wherever their last hold ends.
+        // The slot of a removed block becomes free with its last hold, in any part of the core.
         base.cx.apply_evictions();
         self.queries.send_for_unsent(base);
         base.sources.go_on(&mut base.cx);
@@ -234,7 +239,7 @@ impl Core {
 
     fn admit(&mut self, worker: SessionId, scheduler: SessionId) -> Result<(), Violation> {
         let (rank, since) = self.base.engines.admit(worker, scheduler)?;
-        // The loads that the rank has ended must end before saves are given up, which lets loads begin.
+        // The rank's ended loads must end first: saves that are given up let loads begin.
         self.transfers.end_loads_of_rank((scheduler, rank), since, &mut self.base.cx);
         if self.base.engines[scheduler].lost_rank() {
             self.transfers.fail_saves(scheduler, &mut self.base);
@@ -250,7 +255,7 @@ impl Core {
         }
     }
 
-    /// Ends the leases, the waits and the binding of an engine, and returns the latter.
+    /// Ends the leases, the waits and the binding of an engine, and returns the binding.
     fn end_generation(&mut self, session: SessionId) -> Option<Binding> {
         let Self { base, queries, transfers, .. } = self;
         transfers.drop_unbound(session, &mut base.cx);
@@ -307,7 +312,7 @@ impl Core {
                 scheduler.into_iter().for_each(|scheduler| self.bind(scheduler));
                 Ok(())
             }
-            // The rank's copier was told when the message was read.
+            // The runtime gave the message to the rank's copier when it read it.
             WorkerRequest::Staged { .. } => Ok(()),
         }
     }
@@ -356,17 +361,18 @@ impl Core {
                 }
                 transfers.accept(session, step, base);
             }
-            // Engines of 0.2 name the tokens of a prompt: nothing may remember them.
+            // Engines of 0.2 send the tokens of a prompt here: the sidecar must not remember them.
             SchedulerRequest::Golden(_) => {}
         }
         Ok(())
     }
 }
 
-// === impl Core: blocks that were waited for, and time ===
+// === impl Core: ends of waits, and time ===
 
 impl Core {
-    /// Tells those who have waited for a block that it has ended, well if it is `ended`.
+    /// Passes the end of a block to the queries and loads waiting for it. `None`: the block is late or not
+    /// kept.
     fn tell(&mut self, waiting: Vec<Waiter>, ended: Option<&BlockKey>) {
         for waiter in waiting {
             match waiter {
@@ -378,7 +384,8 @@ impl Core {
         }
     }
 
-    /// Tells those who await what other engines compute what saves have begun and ended.
+    /// Passes the begins and ends of this event's saves to queries and loads waiting for blocks of other
+    /// engines.
     fn follow_saves(&mut self) {
         let Produced { claimed, ended, kept, over } = std::mem::take(&mut self.base.cx.produced);
         for (namespace, session) in kept {
@@ -397,7 +404,7 @@ impl Core {
         }
     }
 
-    /// Jobs of a tier have ended. Failed reads are tried another way together.
+    /// Handles ended jobs of a tier. Failed reads of one call are tried another way together.
     fn transferred(&mut self, tier: usize, ends: Vec<JobEnd>) {
         if ends.iter().any(JobEnd::shows_producer) {
             self.queries.restore_patience();
@@ -436,28 +443,29 @@ impl Core {
         self.queries.promises_may_differ();
     }
 
-    /// The sidecar is to end, and its memory with it: tiers take as much of that as they can meanwhile, the best first.
+    /// Lets tiers take as much memory as they can before the sidecar ends, the best blocks first.
     pub fn write_all(&mut self, out: &mut Vec<Action>) {
         self.base.sources.tell_tiers(Notice::Ending, &mut self.base.cx);
         out.append(&mut self.base.cx.actions);
     }
 }
 
-// === impl Core: what an operator asks ===
+// === impl Core: requests of an operator ===
 
 impl Core {
-    /// Counts some more blocks; what there is, once all are counted.
+    /// Counts some more blocks. Returns the counts once all blocks are counted.
     pub fn survey(&self, survey: &mut Survey) -> Option<BTreeMap<NamespaceDigest, Kept>> {
         let goes_on = survey.step(&self.base);
         (!goes_on).then(|| survey.result(&self.base))
     }
 
-    /// Where each of these blocks of a namespace is.
+    /// Returns the places of each of these blocks of a namespace.
     pub fn locate(&self, namespace: NamespaceDigest, hashes: &[BlockHash]) -> Vec<Location> {
         inventory::locate(namespace, hashes, &self.base)
     }
 
-    /// Begins to evict a namespace, of which nothing that is being saved or brought is kept; `None` where there is no such.
+    /// Begins to evict a namespace: its blocks on their way, by saves or reads, are not kept, either. `None`:
+    /// the namespace is unknown.
     pub fn begin_eviction(&mut self, namespace: NamespaceDigest) -> Option<Eviction> {
         let eviction = Eviction::new(namespace, &self.base)?;
         let numbers = eviction.numbers();
@@ -466,52 +474,53 @@ impl Core {
         Some(eviction)
     }
 
-    /// Evicts some more blocks, and appends what must be done; false once all are gone. [`Core::go_on`] follows.
+    /// Evicts some more blocks, and appends the actions. False once all blocks are gone. [`Core::go_on`] must
+    /// follow.
     pub fn evict(&mut self, eviction: &mut Eviction, out: &mut Vec<Action>) -> bool {
         let goes_on = eviction.step(&mut self.base);
         out.append(&mut self.base.cx.actions);
         goes_on
     }
 
-    /// Whether blocks of earlier lives are still to come into service in tiers, or to be verified.
+    /// True while tiers still look for blocks of earlier lives, or such blocks are still to be verified.
     pub fn recovers(&self) -> bool {
         let Base { sources, cx, .. } = &self.base;
         cx.dram.stats().unverified_blocks > 0 || sources.tiers.iter().any(|tier| tier.recovers())
     }
 }
 
-// === impl Core: what others look at ===
+// === impl Core: views for its host ===
 
 impl Core {
-    /// Whether copies or transfers are running, or blocks wait to be committed or written. A save whose step is not done yet
-    /// is none of these.
+    /// True while copies or transfers run, or blocks wait for their commit or write. A save waiting for its
+    /// step does not count.
     pub fn busy(&self) -> bool {
         let Base { sources, cx, .. } = &self.base;
         self.transfers.busy() || cx.arrivals.any() || sources.tiers.iter().any(|tier| tier.busy())
     }
 
-    /// Whether an operation waits for this worker's fence words.
+    /// True if an operation waits for this worker's fence words.
     pub fn waits_on_fences(&self, session: SessionId) -> bool {
         self.base.engines.place(session).is_some_and(|place| self.transfers.waits_on_fences(place.0))
     }
 
-    /// Whether a save for another engine is among those operations.
+    /// True if a save for another engine is among those operations.
     pub fn hands_over(&self, session: SessionId) -> bool {
         self.base.engines.place(session).is_some_and(|place| self.transfers.hands_over(place.0))
     }
 
-    /// Whether time must pass for a tier to go on.
+    /// True if time must pass for a tier to go on.
     pub fn waits_for_tiers(&self) -> bool {
         self.base.sources.tiers.iter().any(|tier| tier.waits())
     }
 
-    /// When time must pass for a question to be asked again.
+    /// Returns the time of the next look at waiting questions, if there is one.
     pub fn next_look_ms(&self) -> Option<u64> {
         self.queries.next_look_ms()
     }
 
-    /// What a scheduler's session that has asked for it so often is told next of the blocks that it could find, `room` announcements
-    /// at most.
+    /// Returns the next announcements for a scheduler's session, `room` at most: blocks the engine could find
+    /// here. `asked` is the number of the session's requests for them.
     pub fn announce(
         &mut self,
         session: SessionId,
@@ -521,67 +530,67 @@ impl Core {
         self.announcer.next(session, asked, room, &mut self.base)
     }
 
-    /// Whether [`Core::announce`] has more to look at for this session.
+    /// True if [`Core::announce`] has more to look at for this session.
     pub fn announces(&self, session: SessionId) -> bool {
         self.announcer.goes_on(session)
     }
 
-    /// A scheduler's engine computes prompts at this rate, as its session's word says; none: not known.
+    /// Notes the rate of computing prompts from the word of a scheduler's session; `None`: unknown.
     pub fn note_prefill(&mut self, session: SessionId, rate: Option<PrefillRate>) {
         self.base.engines.note_prefill(session, rate);
     }
 
-    /// The stated rates of engines by name, each with the bytes of a token.
+    /// Returns the stated rates of engines by name, each with the bytes of a token.
     pub fn engine_rates(&self) -> BTreeMap<&str, (PrefillRate, f64)> {
         self.base.engines.rates()
     }
 
-    /// A session with saves that the last turn had no time for, if there is one: [`Event::Behind`] is for it.
+    /// Returns a session with saves left over by the last turn, if there is one: [`Event::Behind`] is for it.
     pub fn behind(&self) -> Option<SessionId> {
         self.transfers.behind()
     }
 
-    /// How many engines are at work: those share the pool, and what crosses the data thread.
+    /// Returns the number of engines at work: they share the pool, and the time of the data thread.
     pub fn at_work(&self) -> usize {
         self.base.cx.dram.at_work() as usize
     }
 
-    /// What every engine holds, those with no rank too.
+    /// Returns the holdings of every engine, also of engines without a rank.
     pub fn holders(&self) -> impl Iterator<Item = Holder<'_>> {
         self.base.engines.holders(&self.base.cx.dram)
     }
 
-    /// Panics unless what is said of every engine is what the blocks and leases are. Looks at all of them.
+    /// Panics if the figures of any engine differ from its blocks and leases. Looks at all blocks and leases.
     pub fn audit_ledger(&self) {
         self.base.cx.dram.audit_ledger();
     }
 
-    /// Engines that are connected and that a namespace is closed to.
+    /// Returns the connected engines barred from their namespace.
     pub fn barred(&self) -> Vec<Barred> {
         self.base.engines.barred()
     }
 
-    /// Engines that are served, each with what it has shown of what it computes.
+    /// Returns the served engines, each with its proof.
     pub fn standings(&self) -> Vec<Standing> {
         self.base.engines.standings()
     }
 
-    /// The largest differences that were within their limits, as parts of those, each by the kind of numbers that it is of.
+    /// Returns, for each kind of number, the largest difference within its limit, as a part of the limit.
     pub fn largest_differences(&self) -> impl Iterator<Item = (Number, f64)> + '_ {
         self.transfers.largest_differences()
     }
 
-    /// Figures of the reads of each tier, by number.
+    /// Returns the figures of the reads of each tier, by number.
     pub fn tier_stats(&self) -> &[TierStats] {
         &self.base.sources.stats
     }
 
-    /// Figures of the SSD tier, if there is one.
+    /// Returns the figures of the SSD tier, if there is one.
     pub fn ssd_stats(&self) -> Option<SsdStats> {
         self.base.sources.ssd_stats()
     }
 
-    /// Figures of the mesh, if there is one.
+    /// Returns the figures of the mesh, if there is one.
     pub fn peers_stats(&self) -> Option<PeersStats> {
         let mut stats = self.base.sources.mesh()?.stats();
         for peer in &mut stats.peers {
@@ -590,27 +599,27 @@ impl Core {
         Some(self.queries.count_waits(stats))
     }
 
-    /// The number of the first tier with this source.
+    /// Returns the number of the first tier with this source.
     pub fn tier_of(&self, source: Source) -> Option<usize> {
         self.base.sources.tiers.iter().position(|tier| tier.source() == source)
     }
 
-    /// Bytes that count to each quota, in order.
+    /// Returns the bytes counted to each quota, in order.
     pub fn quotas_used(&self) -> impl Iterator<Item = u64> + '_ {
         self.base.cx.quotas.used(&self.base.cx.dram)
     }
 
-    /// What is over since the event before.
+    /// Returns the operations ended since the event before.
     pub fn drain_over(&mut self) -> impl Iterator<Item = Took> + '_ {
         self.base.cx.drain_over()
     }
 
-    /// Requests that are over since the event before.
+    /// Returns the requests ended since the event before.
     pub fn drain_ended(&mut self) -> impl Iterator<Item = Ended> + '_ {
         self.base.cx.ended.drain(..)
     }
 
-    /// Counters and levels, for metrics.
+    /// Returns counters and levels, for metrics.
     pub fn stats(&self) -> Stats {
         let Base { engines, sources, cx } = &self.base;
         let (tier, (sessions, barred)) = (cx.dram.stats(), engines.counts());

@@ -1,4 +1,5 @@
-//! Which blocks are whose: forms, bindings, and the short numbers of the namespaces that this life has seen.
+//! Namespaces: the forms and bindings of their blocks, and the short numbers of the namespaces seen in this
+//! life.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -7,13 +8,13 @@ use mesh::digest::Digest;
 use shm_protocol::key::{BlockHash, BlockKey, GROUP, NamespaceDigest};
 use tiers::dram::Whose;
 
-/// Namespaces that are remembered, of engines past and present: at 40 bytes each, 3 MB.
+/// Limit of remembered namespaces, of past and present engines: at 40 bytes each, 3 MB.
 const NAMESPACES_MAX: usize = 65_536;
 
-/// What the blocks of one rank are, but for the weights: ranks of one run agree on it.
+/// The form of one rank's blocks, without the weights: ranks of one run agree on it.
 #[derive(Copy, Clone, Debug, PartialEq, Eq)]
 pub(super) struct Form {
-    /// Digest of the facts as the rank states them.
+    /// Digest of the facts as stated by the rank.
     pub(super) stated: NamespaceDigest,
     pub(super) shard_bytes: u64,
     pub(super) shards: u32,
@@ -21,21 +22,21 @@ pub(super) struct Form {
     pub(super) parentless: bool,
 }
 
-/// Blocks of one namespace and one size. Blocks of another size, left by an earlier life or a mistaken engine, are found by
-/// nobody who could not load them.
+/// Blocks of one namespace and one size. No engine finds blocks it could not load: those of another size,
+/// left by an earlier life or a mistaken engine, are in another space.
 #[derive(Copy, Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Space {
     pub(super) digest: NamespaceDigest,
     pub(super) block_bytes: u64,
 }
 
-/// What an engine's blocks are.
+/// The binding of an engine: the namespace, owner and form of its blocks.
 #[derive(Copy, Clone, Debug, PartialEq, Eq)]
 pub(super) struct Binding {
     pub(super) base: NamespaceDigest,
     pub(super) digest: NamespaceDigest,
     pub(super) namespace: u32,
-    /// What its blocks count to: the same quota for every salt.
+    /// The holder and quota of its blocks; the quota is the same for every salt.
     pub(super) whose: Whose,
     pub(super) shard_bytes: u64,
     pub(super) shards: u32,
@@ -43,13 +44,13 @@ pub(super) struct Binding {
     pub(super) parentless: bool,
 }
 
-/// What is known of a namespace that has an id.
+/// The record of a namespace with an id.
 #[derive(Debug)]
 struct Known {
     id: u32,
-    /// When it was last asked for, counted in questions.
+    /// The last request for its id, counted in requests.
     asked: u64,
-    /// Whether any block of it was kept.
+    /// True if any block of it was kept.
     has_kept: bool,
 }
 
@@ -57,11 +58,11 @@ struct Known {
 #[derive(Debug, Default)]
 pub(super) struct Namespaces {
     ids: BTreeMap<Space, Known>,
-    /// Digests of those whose blocks peers are told of, by id. Kept when a namespace is forgotten: its blocks are still there,
-    /// and peers are to be told when they go. The first [`NAMESPACES_MAX`] of an epoch.
+    /// Digests of the namespaces published to peers, by id: the first [`NAMESPACES_MAX`] of an epoch. A
+    /// forgotten namespace stays here: its blocks are still in memory, and peers must learn when they go.
     shared: BTreeMap<u32, NamespaceDigest>,
-    /// Namespaces that began anew in this life: blocks of them that earlier lives kept are adopted under no id, and peers are asked for
-    /// none.
+    /// Namespaces started again in this life: blocks kept by earlier lives are adopted under no id, and peers
+    /// are asked for none.
     retired: BTreeSet<Space>,
     next: u32,
     asked: u64,
@@ -70,7 +71,8 @@ pub(super) struct Namespaces {
 // === impl Namespaces ===
 
 impl Namespaces {
-    /// Ids never repeat, so that blocks of a forgotten namespace are found by nobody and go by their age.
+    /// Returns the id of a namespace, perhaps a new one; `None` once all ids are used. Ids never repeat: no
+    /// query finds blocks of a forgotten namespace, and they are evicted by their age.
     pub(super) fn id(&mut self, space: Space) -> Option<u32> {
         self.asked += 1;
         if let Some(known) = self.ids.get_mut(&space) {
@@ -87,7 +89,8 @@ impl Namespaces {
         Some(id)
     }
 
-    /// The id of a namespace of which blocks of an earlier life were found; `None` where it began anew, and rather than forget another.
+    /// Returns the id of a namespace with blocks of an earlier life. `None` if it started again in this life,
+    /// or if another namespace would have to be forgotten for it.
     pub(super) fn adopt(&mut self, space: Space) -> Option<u32> {
         if self.is_retired(space) {
             return None;
@@ -99,42 +102,43 @@ impl Namespaces {
         id
     }
 
-    /// A block of this namespace is kept.
+    /// Notes a kept block of this namespace.
     pub(super) fn note_kept(&mut self, space: Space) {
         self.ids.get_mut(&space).into_iter().for_each(|known| known.has_kept = true);
     }
 
-    /// Whether any block of this namespace was kept since it has its id.
+    /// True if any block of this namespace was kept since it has its id.
     pub(super) fn has_kept(&self, space: Space) -> bool {
         self.ids.get(&space).is_some_and(|known| known.has_kept)
     }
 
-    /// Peers may have blocks of this namespace, and may be told of those that are here.
+    /// Publishes a namespace: peers may have blocks of it, and learn of those here.
     pub(super) fn share(&mut self, id: u32, digest: NamespaceDigest) {
         if self.shared.len() < NAMESPACES_MAX {
             self.shared.insert(id, digest);
         }
     }
 
-    /// The digest of a namespace whose blocks peers are told of.
+    /// Returns the digest of a published namespace.
     pub(super) fn shared(&self, id: u32) -> Option<&NamespaceDigest> {
         self.shared.get(&id)
     }
 
-    /// Every namespace of which a block may be kept, by its id.
+    /// Returns every namespace with possibly kept blocks, by id.
     pub(super) fn all(&self) -> BTreeMap<u32, NamespaceDigest> {
         let known = self.ids.iter().map(|(space, known)| (known.id, space.digest));
         self.shared.iter().map(|(id, digest)| (*id, *digest)).chain(known).collect()
     }
 
-    /// Ids under which blocks of a namespace may be kept: one for each size of a block, and those of before it was forgotten.
+    /// Returns the ids with possibly kept blocks of a namespace: one for each size of a block, and ids from
+    /// before it was forgotten.
     pub(super) fn ids_of(&self, digest: NamespaceDigest) -> impl Iterator<Item = u32> + '_ {
         let space = |block_bytes| Space { digest, block_bytes };
         let known = self.ids.range(space(0)..=space(u64::MAX)).map(|(_, known)| known.id);
         known.chain(self.shared.iter().filter(move |(_, of)| **of == digest).map(|(id, _)| *id))
     }
 
-    /// The id of a namespace that has one.
+    /// Returns the id of a namespace, if it has one.
     pub(super) fn known(&self, space: Space) -> Option<u32> {
         self.ids.get(&space).map(|known| known.id)
     }
@@ -143,12 +147,12 @@ impl Namespaces {
         self.ids.remove(&space);
     }
 
-    /// Whether a namespace began anew in this life.
+    /// True if a namespace started again in this life.
     pub(super) fn is_retired(&self, space: Space) -> bool {
         self.retired.contains(&space)
     }
 
-    /// A namespace begins anew: nobody is believed who kept blocks of it so far.
+    /// Starts a namespace again: none of its blocks kept so far is trusted any longer.
     pub(super) fn retire(&mut self, space: Space) {
         self.forget(space);
         self.retired.insert(space);
@@ -167,12 +171,12 @@ impl fmt::Display for Form {
 // === impl Binding ===
 
 impl Binding {
-    /// Bytes of a whole block, all shards.
+    /// Returns the bytes of a whole block, all shards.
     pub(super) fn block_bytes(&self) -> u64 {
         self.shard_bytes * u64::from(self.shards)
     }
 
-    /// Whether no other engine can have these blocks.
+    /// True if no other engine can have these blocks.
     pub(super) fn is_private(&self) -> bool {
         self.digest != self.base
     }
@@ -181,12 +185,12 @@ impl Binding {
         Space { digest: self.digest, block_bytes: self.block_bytes() }
     }
 
-    /// The key of one of the namespace's blocks.
+    /// Returns the key of one of the namespace's blocks.
     pub(super) fn key(&self, hash: &BlockHash) -> BlockKey {
         BlockKey { namespace: self.namespace, group: GROUP, hash: *hash }
     }
 
-    /// The digest by which peers ask for one of the namespace's blocks.
+    /// Returns the digest of one of the namespace's blocks, as peers ask for it.
     pub(super) fn block_digest(&self, hash: &BlockHash) -> Digest {
         Digest::new(&self.digest, GROUP, hash)
     }

@@ -1,11 +1,12 @@
-//! The mesh beside the tiers: what a query misses here and a peer may have is fetched into DRAM, what lies in this node's
-//! DRAM is given to peers that ask for it, and they are told of it.
+//! The mesh beside the tiers: blocks missing here are fetched from peers into DRAM, and blocks here in DRAM
+//! are published to peers and given to them.
 //!
-//! - A slot given to a fetch is the fetch's until its end, whatever became of the peer or of the query.
-//! - A slot granted to a peer is held until its release, which the transport always sends.
-//! - What a peer is said to have may be wrong: then the block is absent, and a miss.
-//! - Namespaces that cannot be another engine's (those of an engine that was reset) are neither told of nor asked for.
-//!   One that is private by its facts is told of like any other: nobody asks for it, so that costs a few bytes at each peer.
+//! - A slot of a fetch belongs to it until its end, even if the peer or the query is gone.
+//! - A slot granted to a peer is held until its release; the transport always sends it.
+//! - An inventory of a peer may be wrong: then the block is absent, and a miss.
+//! - Namespaces of one engine alone (after its reset) are not published, and peers are not asked for them. A
+//!   namespace private by its facts is published like any other: no peer asks for it, so it costs a few bytes
+//!   at each peer.
 
 mod distrusted;
 mod fetches;
@@ -37,26 +38,26 @@ use super::tier::NewTier;
 pub(super) struct Peers {
     number: usize,
     directory: Directory,
-    /// What is under way, by ticket.
+    /// Fetches under way, by ticket.
     fetches: BTreeMap<u64, Fetching>,
     /// Blocks to be asked of other peers at the end of this event.
     again: Again,
     next_ticket: u64,
     fruitless: FruitlessFetches,
-    /// What peers are reading, by ask.
+    /// Grants being read by peers, by ask.
     grants: BTreeMap<u64, Granted>,
     granted_bytes: u64,
-    /// Bytes that peers may be reading: the rest of the pool stays evictable.
+    /// Limit of the bytes granted at once: the rest of the pool stays evictable.
     granted_bytes_max: u64,
-    /// The last keys of the promised prompts that peers were told of last.
+    /// The last keys of the promised prompts, as published last.
     promised: BTreeSet<Digest>,
     distrusted: Distrusted,
     stats: PeersStats,
-    /// How much may be asked for: the fetches of 2 s.
+    /// The limit of requested bytes: the fetches of 2 s.
     pace: Pace,
 }
 
-/// A tier of the members of a directory.
+/// Returns a tier of the members of a directory.
 pub fn peer_tier(directory: Directory) -> NewTier {
     NewTier::new(Peers::new(directory))
 }
@@ -64,7 +65,7 @@ pub fn peer_tier(directory: Directory) -> NewTier {
 // === impl Sources: the mesh ===
 
 impl Sources {
-    /// The mesh, if there is one, with its members, asks and promises.
+    /// Returns the mesh, if there is one, with its members, asks and promises.
     pub(super) fn mesh(&self) -> Option<&Peers> {
         self.tier()
     }
@@ -73,7 +74,7 @@ impl Sources {
         self.tier_mut()
     }
 
-    /// Whether anybody can be asked for blocks of this engine.
+    /// True if any peer can be asked for blocks of this engine.
     pub(super) fn may_ask_peers(&self, binding: &Binding, cx: &Context) -> bool {
         self.mesh().is_some_and(|peers| peers.may_ask(binding, cx))
     }
@@ -100,7 +101,7 @@ impl Peers {
         }
     }
 
-    /// The mesh has said something.
+    /// Handles a message of the mesh.
     pub(super) fn hear(&mut self, heard: Heard, cx: &mut Context) {
         match heard {
             Heard::Joined(peer) => self.directory.join(peer),
@@ -124,8 +125,8 @@ impl Peers {
         }
     }
 
-    /// Tells the peers what an event has changed in DRAM. What lies on disks alone is not told of: who asked for it would
-    /// wait for this node's disk.
+    /// Publishes an event's changes in DRAM to the peers. Blocks on disks alone are not published: a peer
+    /// would wait for this node's disk.
     fn tell(&mut self, changes: &[(BlockKey, bool)], cx: &mut Context) {
         let changes = changes.iter().filter_map(|&(key, added)| {
             let digest = shared(&key, cx)?;
@@ -138,8 +139,8 @@ impl Peers {
         }
     }
 
-    /// Tells the peers the last keys of all prompts that are promised here, if that is news. Told whole, it needs no order of changes:
-    /// it is 256 digests of an engine at most.
+    /// Publishes the last keys of all promised prompts here, if they have changed. The whole set needs no
+    /// order of changes: it is 256 digests of an engine at most.
     pub(super) fn tell_promises(&mut self, keys: Vec<BlockKey>, cx: &mut Context) {
         let promised: BTreeSet<Digest> = keys.iter().filter_map(|key| shared(key, cx)).collect();
         if promised != self.promised {
@@ -148,26 +149,26 @@ impl Peers {
         }
     }
 
-    /// The peers with a promise of a prompt with one of these last keys.
+    /// Returns the peers with a promise of a prompt with one of these last keys.
     pub(super) fn promisers(&self, binding: &Binding, keys: &[BlockHash], cx: &Context) -> Vec<PeerNumber> {
         if !self.may_ask_for(binding, keys, cx) {
             return Vec::new();
         }
-        // As a rule it is the last of both.
+        // As a rule the last key of both prompts matches.
         self.directory.promisers(cx.now_ms, keys.iter().rev().map(|hash| binding.block_digest(hash)))
     }
 
-    /// How far a member's promises are believed.
+    /// Returns the credit of a member's promises.
     pub(super) fn credit(&self, peer: PeerNumber) -> Option<&Credit> {
         self.directory.credit(peer)
     }
 
-    /// The same, to be changed. No promise counts while no peer is asked.
+    /// Returns the same, to be changed. No promise counts while no peer is asked.
     pub(super) fn credit_mut(&mut self, peer: PeerNumber) -> Option<&mut Credit> {
         self.directory.credit_mut(peer).filter(|_| !self.fruitless.is_paused())
     }
 
-    /// Peers that are known to keep a block.
+    /// Returns the peers known to keep a block.
     pub(super) fn holders(&self, key: Digest) -> impl Iterator<Item = PeerNumber> + '_ {
         self.directory.holders(key)
     }
@@ -184,7 +185,7 @@ impl Peers {
     }
 }
 
-/// The digest of a block by which peers know it, if they may be told of it.
+/// Returns the digest of a block at peers, if its namespace is published.
 fn shared(key: &BlockKey, cx: &Context) -> Option<Digest> {
     Some(Digest::new(cx.namespaces.shared(key.namespace)?, key.group, &key.hash))
 }

@@ -1,8 +1,9 @@
-//! Queries: the key logs of each engine, what is leased of them, and which questions wait for what.
+//! Queries: the key logs of each engine, the leases on them, and the waits of their questions.
 //!
-//! A query's leading run is followed past its end in DRAM as far as each block lies in DRAM, is on its way there, or can be
-//! had. What is missing is sent for, and the blocks between are held. The answer is what is leased once everything has ended, or
-//! the time is over: never more than was asked for, perhaps less.
+//! A query's leading run is followed past its end in DRAM, as long as each block lies in DRAM, is on its way
+//! there, or can be had. Missing blocks are requested, and the blocks between them are held. Once everything
+//! has ended, or the time is over, the answer is the leased run: never more than the question's keys, perhaps
+//! less.
 //!
 //! A query for the last kept key is narrowed to a question for one key ([`last`]).
 
@@ -38,21 +39,21 @@ use super::{Base, SessionId, Violation};
 #[derive(Debug, Default)]
 pub(super) struct Queries {
     askers: BTreeMap<SessionId, Asker>,
-    /// Queries that wait, and those that were answered early: at most one for each log of a session.
+    /// Waiting queries, and those answered early: at most one for each log of a session.
     waits: BTreeMap<(SessionId, u32), Wait>,
-    /// Questions that wait for what has not been sent for yet, and their leased hits.
+    /// Waiting questions with blocks still to be requested, and their leased hits.
     unsent: Vec<(Question, u32)>,
     windows: Windows,
     promises: Promises,
 }
 
-/// What is known of a scheduler that asks.
+/// A scheduler, as far as its questions need it.
 #[derive(Debug)]
 struct Asker {
     holder: HolderId,
     logs: KeyLogs,
     patience: Patience,
-    /// How far its engine's promises are believed.
+    /// The trust in its engine's promises.
     credit: Credit,
 }
 
@@ -65,19 +66,19 @@ struct Question {
     count: u32,
     /// The first key of a query for the last kept one. `from` is then the wanted key.
     first: Option<u32>,
-    /// It may be answered while its blocks are on their way.
+    /// True if it may be answered while its blocks are on their way.
     arriving: bool,
-    /// Another engine computes what it asks for, or is about to.
+    /// True if another engine computes its blocks, or is about to.
     awaits: bool,
     asked: Duration,
 }
 
-/// What a query has found and leased.
+/// The leased hits of a query.
 #[derive(Debug)]
 struct Found {
-    /// Hits that an earlier answer named.
+    /// Hits named by an earlier answer.
     known: u32,
-    /// Slots of those behind them.
+    /// Slots of the hits behind them.
     refs: Vec<SlotRef>,
 }
 
@@ -92,14 +93,14 @@ impl Found {
 // === impl Queries ===
 
 impl Queries {
-    /// A scheduler may ask from now on.
+    /// Adds a scheduler: it may ask from now on.
     pub(super) fn enter(&mut self, session: SessionId, scheduler: &Scheduler) {
         let patience = Patience::new(scheduler.waits);
         let (holder, logs, credit) = (scheduler.holder, KeyLogs::default(), Credit::default());
         self.askers.insert(session, Asker { holder, logs, patience, credit });
     }
 
-    /// A scheduler is gone: so are its questions and leases.
+    /// Removes a gone scheduler, with its questions and leases.
     pub(super) fn leave(&mut self, session: SessionId, cx: &mut Context) {
         self.end_waits(session, cx);
         self.promises_may_differ();
@@ -107,7 +108,7 @@ impl Queries {
         asker.logs.leases().for_each(|lease| lease.release(session, cx));
     }
 
-    /// Other engines that keep to a namespace: those may compute what an engine of it awaits.
+    /// Returns the other engines bound to a namespace: they may compute the blocks awaited in it.
     fn others<'a>(
         &'a self,
         session: SessionId,
@@ -126,17 +127,18 @@ impl Queries {
         self.askers[&session].logs.known(number)
     }
 
-    /// The key logs of a scheduler.
+    /// Returns the key logs of a scheduler.
     pub(super) fn logs(&mut self, session: SessionId) -> &mut KeyLogs {
         &mut self.asker(session).logs
     }
 
-    /// The keys that a question names.
+    /// Returns the keys named by a question.
     fn wanted(&self, question: Question) -> &[BlockHash] {
         self.log(question.session, question.log).wanted(question)
     }
 
-    /// The keys before those of a save: all, where its blocks are compared, else the last one. And the keys of the save.
+    /// Returns the keys before those of a save (all if its blocks are compared, otherwise the last one), and
+    /// the keys of the save. Fails if keys of the save were not appended.
     pub(super) fn keys_of(
         &self,
         session: SessionId,
@@ -151,18 +153,18 @@ impl Queries {
         Ok((log.keys[first..from].to_vec(), keys))
     }
 
-    /// Whether the last key of a save is that of a prompt's tail.
+    /// True if the last key of a save is the key of a prompt's tail.
     pub(super) fn ends_with_tail(&self, session: SessionId, asked: &request::Save) -> bool {
         let last = asked.keys.end().checked_sub(1).filter(|_| asked.keys.count > 0);
         last.is_some_and(|last| self.log(session, asked.keys.log).is_tail(last as usize))
     }
 
-    /// How many blocks had been kept for engines that await them when a request came whose log is open.
+    /// Returns the number of blocks kept for other engines before the request of an open log came.
     pub(super) fn kept_before(&self, session: SessionId, log: u32) -> u64 {
         self.log(session, log).kept_before
     }
 
-    /// RELEASE: the lease of a log, or the answer to its query, is not needed.
+    /// RELEASE: ends the lease of a log, or the wait of its query.
     pub(super) fn release(
         &mut self,
         session: SessionId,
@@ -176,7 +178,7 @@ impl Queries {
         Ok(())
     }
 
-    /// Ends every lease of a session's logs, and every wait for one.
+    /// Ends every lease and every wait of a session's logs.
     pub(super) fn end_leases(&mut self, session: SessionId, cx: &mut Context) {
         // Logs without a lease, of which there may be 65,536, cost nothing: each lease was paid for by a query.
         self.end_waits(session, cx);
@@ -185,10 +187,10 @@ impl Queries {
         }
     }
 
-    /// CLOSE: no more is asked of what the log found.
+    /// CLOSE: closes a log. Its request asks for no more of its blocks.
     ///
-    /// `way`: a number for the way the answer ended; 0: not told. `newest_handover` gives the operation of this scheduler's newest
-    /// unfinished save for another engine.
+    /// `way`: a number for the way the answer ended; 0: unknown. `newest_handover` returns the operation of
+    /// this scheduler's newest unfinished save for another engine.
     pub(super) fn close(
         &mut self,
         session: SessionId,
@@ -199,14 +201,14 @@ impl Queries {
         self.release(session, log, &mut base.cx)?;
         self.end_promise(session, log, newest_handover, base);
         let is_promised = self.logs(session).promised.contains(&log);
-        // Whoever asked for a tail goes on in another log, which has the same keys before it.
+        // The request of a tail goes on in another log, with the same keys before it.
         let closed = self.logs(session).close(log).filter(|log| is_promised || !log.tail);
         if let (Some(log), Some(binding)) = (closed, base.engines[session].binding()) {
             let Binding { whose, namespace, .. } = binding;
             let ending = Ending { way, last: false };
             base.cx.dram.end_chain(whose.holder, namespace, &log.keys, ending);
             if log.asked_last {
-                // A forecast plays leading runs.
+                // The forecaster replays leading runs alone.
                 return Ok(());
             }
             let (block_bytes, asked) = (binding.block_bytes(), log.first_asked.unwrap_or_default());
@@ -232,7 +234,8 @@ impl Queries {
         Ok(())
     }
 
-    /// HINT: what will be asked for may lie in DRAM by then. Leaves half of what may be on its way to those who ask.
+    /// HINT: begins to bring blocks into DRAM before a query for them. Leaves half of the room for arrivals
+    /// to queries.
     pub(super) fn hint(&mut self, session: SessionId, keys: Keys, base: &mut Base) -> Result<(), Violation> {
         let Base { engines, sources, cx } = base;
         let log = self.askers[&session].logs.get(keys.log)?;
@@ -245,14 +248,14 @@ impl Queries {
         Ok(())
     }
 
-    /// Remembers for a log where the blocks were found that are on their way for it.
+    /// Remembers the sources of a log's blocks on their way.
     fn note_sources(&mut self, (session, log): (SessionId, u32), coming: &[BlockKey], cx: &Context) {
         let log = self.asker(session).logs.known_mut(log);
         log.brought.extend(coming.iter().filter_map(|key| Some((key.hash, cx.arrivals.source(key)?))));
     }
 
-    /// Answers a question, or lets it wait for what it misses; whether it waits. The engine is held up until then: what is
-    /// missing is sent for afterwards.
+    /// Answers a question, or lets it wait for missing blocks. True if it waits. The engine is held up until
+    /// then, so missing blocks are requested afterwards.
     fn ask(&mut self, question: Question, base: &mut Base) -> bool {
         let scheduler = &base.engines[question.session];
         let Some(binding) = scheduler.binding().filter(|_| !base.cx.draining) else {
@@ -283,7 +286,7 @@ impl Queries {
         waits
     }
 
-    /// Sends for what questions of this event were told to wait for.
+    /// Requests the missing blocks of this event's waiting questions.
     pub(super) fn send_for_unsent(&mut self, base: &mut Base) {
         for (question, hits) in std::mem::take(&mut self.unsent) {
             let Some(binding) = base.engines[question.session].binding() else { continue };
@@ -298,7 +301,7 @@ impl Queries {
         }
     }
 
-    /// Answers a query that has waited, with what is there.
+    /// Answers a query at the end of its wait, with the blocks here.
     fn answer_late(&mut self, question: Question, base: &mut Base) {
         let scheduler = &base.engines[question.session];
         match scheduler.binding().filter(|_| !base.cx.draining) {
@@ -310,7 +313,7 @@ impl Queries {
         }
     }
 
-    /// Answers a query without anything more to wait for.
+    /// Answers a query that no longer waits.
     fn answer_whole(&mut self, mut question: Question, mut found: Found, binding: &Binding, base: &mut Base) {
         self.end_window(question, found.hits(), base);
         if found.hits() == 0 && question.first.is_some() {
@@ -350,18 +353,19 @@ impl Queries {
         let same = log.lease.filter(|lease| lease.from == question.from);
         let renewed = same.filter(|lease| dram.renew(lease.id, session, now_ms).is_ok());
         let granted = if let Some(lease) = renewed {
-            // Others may be at work that were not when it was granted.
+            // More engines may be at work than at the grant.
             let fitting = dram.fitting(lease.id, session).unwrap_or(0);
             known = (lease.hits as usize).min(wanted.len()).min(fitting);
             let more = &wanted[known..];
-            // An earlier answer may have named fewer hits than the lease holds: what is added follows what was named.
+            // An earlier answer may have named fewer hits than the lease holds: new hits follow the named
+            // ones.
             let kept = dram.truncate(lease.id, session, 0, known);
             let added =
                 kept.and_then(|()| dram.extend(lease.id, session, namespace, more, now_ms, &mut refs));
             added.ok().map(|_| lease.id)
         } else {
             if let Some(stale) = log.lease {
-                // Expired meanwhile, at worst.
+                // At worst the lease has expired meanwhile.
                 let _ = dram.release(stale.id, session);
             }
             let holder = binding.whose.holder;
@@ -372,7 +376,8 @@ impl Queries {
         Found { known: known as u32, refs }
     }
 
-    /// Turns the lease of a log into one that lasts until every rank ended a load; it, and the load's slots.
+    /// Turns the lease of a log into one until every rank has ended a load. Returns it with the load's slots.
+    /// Fails if the load names no live lease, or blocks outside it.
     pub(super) fn promise(
         &mut self,
         session: SessionId,
@@ -393,7 +398,8 @@ impl Queries {
     }
 }
 
-/// Not ready means that it is worth asking again: neither a sidecar that ends nor a namespace that is closed is.
+/// Answers a question of an engine without service. `NotReady` asks for another question: a draining sidecar
+/// and a closed namespace give other answers.
 fn answer_nothing(question: Question, scheduler: &Scheduler, cx: &mut Context) {
     let status = match scheduler.barred() {
         _ if cx.draining => Status::Ok,

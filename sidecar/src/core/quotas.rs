@@ -1,4 +1,4 @@
-//! Which quota a block counts to.
+//! The quotas of blocks, by namespace.
 
 use shm_protocol::key::NamespaceDigest;
 use tiers::dram::{Dram, QuotaId};
@@ -15,19 +15,19 @@ pub(super) struct Quotas {
 // === impl Quotas ===
 
 impl Quotas {
-    /// Quotas of a tier to which no block has come.
+    /// Returns the quotas of a tier before its first block.
     pub(super) fn new(list: &[Quota], dram: &mut Dram) -> Self {
         let ids = list.iter().map(|quota| dram.add_quota(quota.size.as_bytes())).collect();
         Self { list: list.into(), ids }
     }
 
-    /// The quota of a namespace. Of a salted one its engine's is asked for; only what an earlier life left of such a one counts
-    /// by the salted name, since nothing tells whose it was.
+    /// Returns the quota of a namespace. Callers pass the unsalted namespace of an engine. A salted one comes
+    /// only from blocks of an earlier life, whose engine is unknown.
     pub(super) fn of(&self, namespace: NamespaceDigest) -> Option<QuotaId> {
         quotas::of(&self.list, namespace).map(|at| self.ids[at])
     }
 
-    /// Bytes that count to each quota, in order.
+    /// Returns the bytes counted to each quota, in order.
     pub(super) fn used<'a>(&'a self, dram: &'a Dram) -> impl Iterator<Item = u64> + 'a {
         self.ids.iter().map(|id| dram.quota(*id).bytes_used)
     }

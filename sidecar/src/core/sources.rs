@@ -1,5 +1,5 @@
-//! What else than DRAM keeps blocks: slots are filled from an ordered list of tiers, blocks of earlier lives are verified in theirs,
-//! and what becomes of each is told to those who wait for it.
+//! Sources of blocks other than DRAM. Slots are filled from an ordered list of tiers, blocks of earlier lives
+//! are verified in their slots, and the end of each block is passed to its waiters.
 
 use std::any::Any;
 use std::collections::BTreeSet;
@@ -21,16 +21,16 @@ use super::timing::Timed;
 #[derive(Debug, Default)]
 pub(super) struct Sources {
     pub(super) verification: Verification,
-    /// The tiers below DRAM, by number: a block is looked for in this order.
+    /// The tiers below DRAM, by number: blocks are looked for in this order.
     pub(super) tiers: Vec<Box<dyn Tier>>,
     /// Figures of each.
     pub(super) stats: Vec<TierStats>,
 }
 
-/// How far a run was followed.
+/// The blocks of a run, as far as it was followed.
 #[derive(Debug, Default)]
 pub(super) struct Followed {
-    /// Blocks in DRAM, held for the engine that asked.
+    /// Blocks in DRAM, held for the asking engine.
     pub(super) held: Vec<SlotRef>,
     /// Blocks on their way.
     pub(super) coming: Vec<BlockKey>,
@@ -50,7 +50,7 @@ impl Sources {
         self.tiers.push(tier);
     }
 
-    /// The first tier of this kind, if there is one.
+    /// Returns the first tier of this kind, if there is one.
     pub(super) fn tier<T: Tier>(&self) -> Option<&T> {
         self.tiers.iter().find_map(|tier| (&**tier as &dyn Any).downcast_ref())
     }
@@ -59,27 +59,27 @@ impl Sources {
         self.tiers.iter_mut().find_map(|tier| (&mut **tier as &mut dyn Any).downcast_mut())
     }
 
-    /// Whether a tier whose blocks are said to come from there keeps this one.
+    /// True if a tier with this source keeps the block.
     pub(super) fn has(&self, source: Source, key: &BlockKey) -> bool {
         self.tiers.iter().any(|tier| tier.source() == source && tier.has(key))
     }
 
-    /// Whether there may be blocks that no query finds in DRAM.
+    /// True if there may be blocks a query does not find in DRAM.
     pub(super) fn any(&self, dram: &Dram) -> bool {
         !self.tiers.is_empty() || dram.stats().unverified_blocks > 0
     }
 
-    /// Whether every block that any engine may find, now or after another start, is known of here.
+    /// True if every block an engine may find, now or after another start, is known here.
     pub(super) fn knows_all(&self, cx: &Context) -> bool {
         !cx.opening && !cx.unread && self.mesh().is_none() && !self.tiers.iter().any(|tier| tier.recovers())
     }
 
-    /// Tells all tiers.
+    /// Passes a notice to all tiers.
     pub(super) fn tell_tiers(&mut self, notice: Notice<'_>, cx: &mut Context) {
         self.tiers.iter_mut().for_each(|tier| tier.take_notice(notice, cx));
     }
 
-    /// Goes on with what nobody waits for: blocks are verified and written.
+    /// Goes on with work without a waiting engine: blocks are verified and written.
     pub(super) fn go_on(&mut self, cx: &mut Context) {
         if !cx.draining {
             self.verification.go_on(cx);
@@ -90,7 +90,7 @@ impl Sources {
         self.tell_tiers(Notice::Over, cx);
     }
 
-    /// Tells tiers, and engines that ask for it, what has changed.
+    /// Passes the changes of blocks to tiers, and to engines that request them.
     pub(super) fn tell(&mut self, announcer: &mut Announcer, cx: &mut Context) {
         let mut changes = std::mem::take(&mut cx.changes);
         changes.extend(cx.dram.drain_changes());
@@ -102,8 +102,8 @@ impl Sources {
         }
     }
 
-    /// Whether the first block of a run may be had in DRAM soon; by who `awaits` it, also from a save. What a tier has of the run behind
-    /// that block may tell whether it has it.
+    /// True if the first block of a run may soon be in DRAM; with `awaits`, also from a save. A tier may use
+    /// its blocks behind the first one to decide whether it has that one.
     pub(super) fn may_arrive(
         &self,
         binding: &Binding,
@@ -120,8 +120,8 @@ impl Sources {
         })
     }
 
-    /// Begins to bring a run into DRAM, as far as it can be had and takes no more than 1 of `parts` of what may be on its way, all
-    /// together and in each tier.
+    /// Begins to bring a run into DRAM as far as it can be had, with 1 of `parts` of the limit for arrivals
+    /// at most, in all and in each tier.
     pub(super) fn bring(
         &mut self,
         binding: &Binding,
@@ -142,8 +142,8 @@ impl Sources {
         followed
     }
 
-    /// Begins reads of a span as far as there is room, and adds them to what is coming. Nothing is read from the place `gap` of the run
-    /// on; the place of the first block that is not read, by now.
+    /// Begins reads of a span as far as there is room, and adds them to `coming`. Nothing is read from the
+    /// place `gap` of the run on. Returns the place of the first block not read so far.
     fn begin_span(
         &mut self,
         tier: usize,
@@ -166,7 +166,7 @@ impl Sources {
         gap
     }
 
-    /// Begins the read of a block, if there is a slot for it and its tier can in time.
+    /// Begins the read of a block; `None` if there is no slot for it, or its tier cannot read it in time.
     fn begin_block(
         &mut self,
         tier: usize,
@@ -186,8 +186,8 @@ impl Sources {
         Some(slot)
     }
 
-    /// Follows a run, as long as no more than `most` bytes are on their way, and of engines at work each has its part of those; a
-    /// block alone always may be. A block that a save is filling ends the run, but of who `awaits` it.
+    /// Follows a run while no more than `most` bytes are on their way, with an equal part for each engine at
+    /// work; a single block is always allowed. Without `awaits`, a block being filled by a save ends the run.
     fn follow(
         &self,
         binding: &Binding,
@@ -243,12 +243,12 @@ impl Sources {
         followed
     }
 
-    /// The source of the first block of a run.
+    /// Returns the source of the first block of a run.
     pub(super) fn lane(&self, binding: &Binding, run: &[BlockHash], cx: &Context) -> Option<SourceLane> {
         self.tiers.iter().find_map(|tier| tier.lane(binding, run, cx))
     }
 
-    /// How many of the first blocks of a run are in memory or can be brought there, as far as is known.
+    /// Returns the number of a run's first blocks in memory or to be brought there, as far as is known.
     pub(super) fn reach(&self, binding: &Binding, run: &[BlockHash], cx: &Context) -> usize {
         let (mut at, mut kept) = (0, Vec::with_capacity(run.len()));
         cx.dram.lookup(binding.namespace, run, &mut kept);
@@ -263,8 +263,8 @@ impl Sources {
         at
     }
 
-    /// The span that reaches over `at` of the first tier that holds that block: its last one, or a new one for what is `ahead` from
-    /// there.
+    /// Returns the span over `at` of the first tier with this block: the tier's last span, or a new one for
+    /// the run `ahead` from there.
     fn span<'a>(
         &self,
         binding: &Binding,
@@ -283,7 +283,8 @@ impl Sources {
         spans[number].last_mut()
     }
 
-    /// A block has ended: with its checksum it is whole, without it is not to be had. Who has waited for it.
+    /// Ends the read of a block: with a checksum it is whole, without one it did not come. Returns its key
+    /// and its waiters.
     fn arrived(&mut self, tier: usize, read: &ReadEnd, cx: &mut Context) -> (BlockKey, Vec<Waiter>) {
         let ReadEnd { key, slot, checksum, .. } = *read;
         let bytes = cx.dram.block_bytes(slot).expect("a slot belongs to a read until its end");
@@ -296,7 +297,7 @@ impl Sources {
         (key, waiting)
     }
 
-    /// A block is whole that came from elsewhere: a tier may know what became of it before.
+    /// Commits a block from a tier. A tier may know its standing from before.
     fn commit_arrived(&mut self, key: &BlockKey, slot: SlotRef, cx: &mut Context) -> bool {
         let standing = self.tiers.iter().find_map(|tier| tier.standing(key));
         let committed = cx.dram.commit_back(slot, standing);
@@ -306,7 +307,8 @@ impl Sources {
         committed
     }
 
-    /// A block of an earlier life was verified; it is kept if it is what was written. Who has waited for it.
+    /// Ends the verification of a block of an earlier life: it is kept if its bytes match. Returns its
+    /// waiters.
     pub(super) fn verified(
         &mut self,
         key: &BlockKey,
@@ -319,8 +321,8 @@ impl Sources {
         waiting
     }
 
-    /// A job of a tier has ended, or blocks were found there. The block that it read, and who has waited for it; none where the tier
-    /// goes on with it, as somebody still `waits`.
+    /// Handles an ended job of a tier, or blocks found there. Returns the read block and its waiters; `None`
+    /// if the tier goes on with the block because an operation still `waits`, or if nothing was read.
     pub(super) fn ended(
         &mut self,
         tier: usize,
@@ -335,13 +337,13 @@ impl Sources {
         Some(self.arrived(tier, &read, cx))
     }
 
-    /// A tier goes on with reads that have failed. Blocks that are not to be had, and who has waited for each.
+    /// Lets a tier go on with failed reads. Returns the blocks not to be had, each with its waiters.
     pub(super) fn retry(&mut self, tier: usize, cx: &mut Context) -> Vec<(BlockKey, Vec<Waiter>)> {
         let left = self.tiers[tier].retry(cx);
         left.iter().map(|read| self.arrived(tier, read, cx)).collect()
     }
 
-    /// Removes blocks from memory and from all tiers, those on their way too. Leases of them are the caller's to end.
+    /// Removes blocks from memory and from all tiers, also those on their way. The caller ends their leases.
     pub(super) fn remove(&mut self, keys: &BTreeSet<BlockKey>, cx: &mut Context) {
         for key in keys {
             cx.dram.remove(key);

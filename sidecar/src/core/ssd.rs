@@ -1,8 +1,8 @@
-//! The SSD tier behind the DRAM tier: committed blocks are written behind the saves' backs, and what a query misses in DRAM
-//! and a device keeps arrives there again ([`super::arrivals`]).
+//! The SSD tier behind the DRAM tier: committed blocks are written in the background, and blocks missing in
+//! DRAM are read from a device ([`super::arrivals`]).
 //!
-//! Bytes move between a device and a pool slot alone. A slot given to a transfer stays that transfer's until its end,
-//! whoever asked for it: held while it is written from, being filled while it is read into.
+//! Bytes move between a device and a pool slot alone. The slot of a transfer belongs to it until its end: it
+//! is held while it is written to a device, and being filled while it is read from one.
 
 mod writes;
 
@@ -31,28 +31,28 @@ pub(super) struct Ssd {
     number: usize,
     log: Log,
     admission: SsdAdmission,
-    /// Reads that have not ended, one for each block, and when each was asked for.
+    /// Unended reads, one for each block, with the time of the request.
     reads: BTreeMap<Ticket, (BlockKey, Duration)>,
-    /// Blocks that DRAM gives up next, in that order.
+    /// Blocks DRAM gives up next, in this order.
     leaving: VecDeque<Leaving>,
     /// The generation from which on DRAM is asked for these again.
     look_at: u64,
-    /// Saved blocks to be written where there is room for copies, the first saved first.
+    /// Saved blocks, to be written while there is room for copies; the first saved first.
     queue: VecDeque<Unwritten>,
     queued: HashSet<BlockKey>,
-    /// The log takes nothing until something has ended.
+    /// The log takes nothing until a job has ended.
     full: bool,
-    /// Slots that are held for writes.
+    /// Number of slots held for writes.
     writing: u64,
     stats: SsdStats,
 }
 
-/// What the core counts of the SSD tier, and what the tier itself does.
+/// Figures of the SSD tier.
 #[derive(Clone, Debug, Default)]
 pub struct SsdStats {
-    /// The log and each device.
+    /// Figures of the log and of each device.
     pub log: ssd::Stats,
-    /// Blocks that wait to be written.
+    /// Blocks waiting for their write.
     pub queued: u64,
     /// Blocks not written: the queue was full.
     pub dropped_queue_full: u64,
@@ -66,7 +66,7 @@ pub struct SsdStats {
     pub promoted_blocks: u64,
 }
 
-/// A tier of the disks of a log, for the blocks of this admission.
+/// Returns a tier of the disks of a log, for the blocks of this admission.
 pub fn disk_tier(log: Log, admission: SsdAdmission) -> NewTier {
     NewTier::new(Ssd::new(log, admission))
 }
@@ -74,7 +74,7 @@ pub fn disk_tier(log: Log, admission: SsdAdmission) -> NewTier {
 // === impl Sources: disks ===
 
 impl Sources {
-    /// Figures of the disks, if there are any.
+    /// Returns the figures of the disks, if there are any.
     pub(super) fn ssd_stats(&self) -> Option<SsdStats> {
         self.tier().map(Ssd::stats)
     }
@@ -103,7 +103,7 @@ impl Ssd {
         self.writing > 0 || !self.reads.is_empty()
     }
 
-    /// A device has ended a job; the read that this was.
+    /// Ends a job of a device. Returns the read, if the job was one.
     fn end_job(&mut self, done: Done, cx: &mut Context) -> Option<ReadEnd> {
         match self.log.done(cx.now_ms, done)? {
             Ended::Written { slot, .. } => {
@@ -114,13 +114,14 @@ impl Ssd {
             Ended::Read { ticket, slot, ok, .. } => {
                 let (key, since) = self.reads.remove(&ticket).expect("a read ends once");
                 self.stats.promoted_blocks += u64::from(ok);
-                // The device has compared the block's checksum with its own, and keeps that to itself.
+                // The device has compared the block's checksum, and does not pass it on.
                 Some(ReadEnd { key, slot, since, checksum: ok.then_some(0) })
             }
         }
     }
 
-    /// Blocks that earlier lives left on a device. Engines of their namespace find them as soon as one connects.
+    /// Adopts blocks of earlier lives on a device. Engines find them as soon as one of their namespace
+    /// connects.
     fn recovered(&mut self, found: &Recovered, cx: &mut Context) {
         cx.unread |= found.unreadable;
         let Context { namespaces, quotas, .. } = cx;
@@ -138,7 +139,7 @@ impl Ssd {
         });
     }
 
-    /// Sends jobs to the devices, also what every event may have made room for.
+    /// Sends jobs to the devices, also those an event may have made room for.
     fn send_jobs(&mut self, cx: &mut Context) {
         self.write_behind(&mut cx.dram);
         let jobs =
@@ -154,7 +155,7 @@ impl Ssd {
         }
     }
 
-    /// Whether a device keeps the block, in the size of this engine.
+    /// True if a device keeps the block, in the size of this engine.
     fn keeps(&self, binding: &Binding, hash: &BlockHash) -> bool {
         self.log.keeps(&binding.key(hash)).map(u64::from) == Some(binding.block_bytes())
     }
@@ -261,7 +262,7 @@ impl Tier for Ssd {
         self.log.drain_changes().collect()
     }
 
-    /// Whether a transfer is under way, or blocks or what is distrusted are still to be written.
+    /// True if a transfer is under way, or blocks or distrusted namespaces are still to be written.
     fn busy(&self) -> bool {
         self.transfers() || !self.queue.is_empty() || !self.leaving.is_empty() || self.log.tells_distrusted()
     }

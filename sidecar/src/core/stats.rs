@@ -1,4 +1,4 @@
-//! What the core counts. Published as metrics by the runtime; `docs/metrics.md` lists them.
+//! Figures of the core. The runtime publishes them as metrics; `docs/metrics.md` lists them.
 
 use super::worth::Over;
 
@@ -10,89 +10,90 @@ pub struct Stats {
     /// Bytes of blocks kept now.
     pub pool_used_bytes: u64,
     pub leases: u64,
-    /// Times that a query was answered with fewer blocks than are kept, since its engine had no room to lease more.
+    /// Queries answered with fewer blocks than kept, because their engine had no room to lease more.
     pub leases_cut: u64,
     /// Blocks evicted to make room.
     pub evicted_blocks: u64,
-    /// Blocks that saves found kept although their parent was not.
+    /// Blocks found kept by saves although their parent was not.
     pub unreachable_blocks: u64,
-    /// Blocks of earlier lives of the sidecar that were verified, and kept.
+    /// Blocks of earlier lives, verified and kept.
     pub adopted_blocks: u64,
-    /// Slots of earlier lives that held no whole block, or one without a checksum.
+    /// Slots of earlier lives with no whole block, or with one without a checksum.
     pub adoption_dropped: u64,
-    /// Blocks of earlier lives that were not what their checksums say.
+    /// Blocks of earlier lives with bytes other than their checksums say.
     pub adoption_corrupt: u64,
-    /// Blocks of earlier lives that are still to be verified.
+    /// Blocks of earlier lives still to be verified.
     pub unverified_blocks: u64,
     pub queries: u64,
     /// Blocks asked for by queries.
     pub query_blocks: u64,
     /// Blocks found by queries.
     pub query_hit_blocks: u64,
-    /// Queries that waited for blocks on their way into DRAM, or being verified there.
+    /// Queries that waited for blocks on their way into DRAM, or under verification there.
     pub waits: u64,
-    /// Those that were answered before all they waited for was there.
+    /// Waiting queries answered before all awaited blocks were there.
     pub waits_timed_out: u64,
     /// Queries answered without blocks on their way: their engine computes these sooner.
     pub waits_slower: u64,
-    /// Those that were answered while blocks of theirs were on their way.
+    /// Queries answered while some of their blocks were on their way.
     pub early_answers: u64,
-    /// Requests that asked for a prompt which another engine computes.
+    /// Requests for a prompt computed by another engine.
     pub handover_queries: u64,
-    /// Those of them that did not wait since nobody had produced blocks for some before.
+    /// Handover requests without a wait, because no engine had produced blocks for earlier ones.
     pub handover_without_producer: u64,
-    /// Those of them that did not wait since as many as may did.
+    /// Handover requests without a wait, because as many as may were waiting.
     pub handover_beyond_limit: u64,
-    /// Those of them that waited and were answered without all blocks.
+    /// Handover requests answered without all blocks after a wait.
     pub handover_exhausted: u64,
-    /// Prompts that an engine has promised to compute for another, and those beyond what it may promise at once.
+    /// Prompts promised by an engine to another, and those refused beyond its limit.
     pub handover_promises: u64,
     pub handover_promises_refused: u64,
     /// Broken promises: waits for one, of an engine here or of a peer, without its block at the end.
     pub handover_promises_broken: u64,
     /// Blocks saved, or found kept, for another engine.
     pub handover_blocks: u64,
-    /// Bytes of those that are kept now for an engine that has not loaded them.
+    /// Bytes of the blocks kept now for engines that have not loaded them.
     pub handover_kept_bytes: u64,
-    /// Blocks kept no longer: another engine has loaded them, nobody has in time, or later ones needed the room.
+    /// Blocks kept no longer: loaded by another engine, loaded by none in time, or in the way of later ones.
     pub handover_loaded: u64,
     pub handover_expired: u64,
     pub handover_full: u64,
-    /// Blocks of saves for another engine that were not kept: their engine reused them first, or there was no room or no copy.
+    /// Blocks of saves for another engine that were not kept: their engine reused them first, or there was no
+    /// room or no copy.
     pub handover_lost_to_reuse: u64,
     pub handover_dropped: u64,
-    /// Milliseconds of all waits that were answered.
+    /// Milliseconds of all answered waits.
     pub wait_ms: u64,
     /// Blocks posted by saves.
     pub saves_posted_blocks: u64,
     pub saved_blocks: u64,
     /// Bytes of blocks committed, all ranks.
     pub saved_bytes: u64,
-    /// Blocks whose save was given up because the engine reused their source.
+    /// Blocks of saves given up because the engine reused their source.
     pub saves_lost_to_reuse: u64,
     /// Blocks not saved for want of room, or because their copy failed.
     pub saves_dropped: u64,
-    /// Those of them that found every slot, or all of their quota, leased or being filled.
+    /// Dropped blocks without a slot: every slot, or all of their quota, was leased or being filled.
     pub saves_without_room: u64,
-    /// Those of them that are larger than a segment of the pool.
+    /// Dropped blocks larger than a segment of the pool.
     pub saves_too_large: u64,
-    /// Those of them whose engine has not proven what it computes.
+    /// Dropped blocks of an engine without a proof.
     pub saves_unproven: u64,
-    /// Those of them from an engine in doubt.
+    /// Dropped blocks of an engine in doubt.
     pub saves_doubted: u64,
-    /// Those of them whose step their engine did not accept.
+    /// Dropped blocks of a step not accepted by their engine.
     pub saves_unaccepted: u64,
-    /// Those of them with a non-finite number.
+    /// Dropped blocks with a non-finite number.
     pub saves_not_finite: u64,
-    /// Blocks with such a number, also blocks removed behind their hand-over.
+    /// Blocks with a non-finite number, also blocks removed after their handover.
     pub not_finite_blocks: u64,
-    /// Checks that came to a verdict.
+    /// Checks with a verdict.
     pub checks: u64,
-    /// Those of them whose engine computes other KV than is kept.
+    /// Checks of an engine with other KV than the kept one.
     pub checks_differing: u64,
-    /// Checks without a verdict: the blocks were not kept any more, or there was no room for theirs.
+    /// Checks without a verdict: the blocks were no longer kept, or there was no room for the computed ones.
     pub checks_undecided: u64,
-    /// Engines now that a namespace is closed to.
+    /// Engines barred from their namespace now.
     pub barred_engines: u64,
     /// Blocks removed because their engine was barred.
     pub removed_blocks: u64,
@@ -100,18 +101,18 @@ pub struct Stats {
     pub loaded_blocks: u64,
     /// Bytes loaded by ranks.
     pub loaded_bytes: u64,
-    /// Loads that a rank reported as failed.
+    /// Loads reported as failed by a rank.
     pub load_failures: u64,
-    /// Those of them that were refused before anything was copied.
+    /// Failed loads refused before anything was copied.
     pub load_refusals: u64,
-    /// Those of them that a rank refused since they were of another namespace than its blocks.
+    /// Failed loads refused by a rank, because they were of another namespace than its blocks.
     pub load_mismatches: u64,
 }
 
 // === impl Stats ===
 
 impl Stats {
-    /// A wait has ended without all of its blocks.
+    /// Counts a wait ended without all of its blocks.
     pub(super) fn count_over(&mut self, over: Over) {
         match over {
             Over::Late => self.waits_timed_out += 1,

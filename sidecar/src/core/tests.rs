@@ -28,7 +28,7 @@ use tiers::opener::Opened;
 
 use super::*;
 
-/// What a pattern takes of an action, if it is of that kind.
+/// Returns a closure for a part of the actions with this pattern.
 macro_rules! taken {
     ($pattern:pat => $part:expr) => {
         |action| match action {
@@ -43,7 +43,7 @@ pub(super) const SCHEDULER: SessionId = 1;
 pub(super) const RANKS: [SessionId; 2] = [2, 3];
 pub(super) const RUN: [u8; 16] = [7; 16];
 const SHARD_BYTES: u64 = 4096;
-/// The namespace of ranks that state no facts.
+/// The namespace of ranks without facts.
 pub(super) const NAMESPACE: NamespaceDigest =
     NamespaceDigest(0xc19a_797f_a1fd_590c_d2e5_b42d_1cf5_f246_u128.to_be_bytes());
 
@@ -51,9 +51,9 @@ pub(super) struct Harness {
     pub(super) core: Core,
     pub(super) out: Vec<Action>,
     pub(super) now_ms: u64,
-    /// Whose messages a scheduler's are.
+    /// The session of the scheduler's messages.
     speaker: SessionId,
-    /// Steps of posted saves that were not accepted, each with its scheduler.
+    /// Steps of posted saves without an ACCEPT, each with its scheduler.
     unaccepted: BTreeSet<(SessionId, u64)>,
 }
 
@@ -79,7 +79,7 @@ pub(super) fn rank_hello_of(world_size: u32, rank: u32, bytes: u64) -> Hello {
     hello(world_size, Role::Worker(worker))
 }
 
-/// A rank's hello with something else in it.
+/// A rank's hello with a change.
 pub(super) fn changed(mut hello: Hello, change: impl FnOnce(&mut WorkerHello)) -> Hello {
     let Role::Worker(worker) = &mut hello.role else { unreachable!("a rank's") };
     change(worker);
@@ -91,14 +91,14 @@ fn core_of(pool_bytes: u64) -> Core {
     core_over(pool_bytes, &[], None)
 }
 
-/// The same with quotas and a tier.
+/// The same, with quotas and a tier.
 fn core_over(pool_bytes: u64, quotas: &[&str], tier: Option<NewTier>) -> Core {
     let dram = Dram::new(Config { pool_bytes, segment_bytes: 2 << 20, lease_ttl_ms: 1000 }).unwrap();
     let quotas: Vec<_> = quotas.iter().map(|quota| quota.parse().unwrap()).collect();
     Core::new(dram, &quotas, tier)
 }
 
-/// A scheduler's message that refers to nothing.
+/// A scheduler's message without keys and blocks.
 pub(super) fn asked(request: SchedulerRequest) -> Event {
     let request = Request::Scheduler { request, keys: Vec::new(), blocks: Vec::new() };
     Event::Message { session: SCHEDULER, request }
@@ -112,14 +112,14 @@ impl Harness {
         harness
     }
 
-    /// The same that keeps `count` blocks, saved by operation 1.
+    /// The same, keeping `count` blocks saved by operation 1.
     fn keeping(world_size: u32, count: u32) -> Self {
         let mut harness = Self::engine(world_size);
         harness.keep(count);
         harness
     }
 
-    /// The same that keeps two blocks, leased as operation 2.
+    /// The same, keeping two blocks leased as operation 2.
     fn leasing(world_size: u32) -> Self {
         let mut harness = Self::keeping(world_size, 2);
         assert_eq!(harness.query(0, 2, 0, 2).value, 2);
@@ -136,12 +136,12 @@ impl Harness {
         Self::over(core_of(64 << 20), world_size, SHARD_BYTES)
     }
 
-    /// An engine of ranks that have blocks of `bytes` each and have not joined.
+    /// An engine of ranks with blocks of `bytes` each, not joined yet.
     pub(super) fn over(core: Core, world_size: u32, bytes: u64) -> Self {
         Self::waiting(core, world_size, bytes, None)
     }
 
-    /// The same whose requests wait so long for a producer.
+    /// The same, with this wait of its requests for a producer.
     pub(super) fn waiting(core: Core, world_size: u32, bytes: u64, miss_wait_ms: Option<u32>) -> Self {
         let mut harness = Self::of(core);
         for rank in 0..world_size {
@@ -152,7 +152,7 @@ impl Harness {
         harness
     }
 
-    /// A core to which nobody has connected.
+    /// A core without any session.
     pub(super) fn of(core: Core) -> Self {
         Self { core, out: Vec::new(), now_ms: 0, speaker: SCHEDULER, unaccepted: BTreeSet::new() }
     }
@@ -161,7 +161,7 @@ impl Harness {
         self.event(Event::Connected { session, hello: Box::new(hello) });
     }
 
-    /// Sessions of the ranks that are connected.
+    /// Sessions of the connected ranks.
     fn ranks(&self) -> Vec<SessionId> {
         RANKS.into_iter().filter(|session| self.core.base.engines.has_worker(*session)).collect()
     }
@@ -217,7 +217,7 @@ impl Harness {
         self.post(SchedulerRequest::Save(save), Vec::new(), blocks.collect());
     }
 
-    /// Saves `keys` under log 9, in a step that is done: the copies are the caller's to end.
+    /// Saves `keys` under log 9, in a step already done. The caller ends the copies.
     pub(super) fn save_done(&mut self, op: u64, keys: std::ops::Range<u32>) {
         let blocks = 1..keys.len() as u32 + 1;
         self.open(9, keys);
@@ -225,7 +225,7 @@ impl Harness {
         self.fences(RANKS[0], 1, 1);
     }
 
-    /// Saves keys of a log from blocks 1 on; with `checked`, those that are kept are compared.
+    /// Saves keys of a log from block 1 on; with `checked`, kept ones are compared.
     pub(super) fn post_save(&mut self, log: u32, op: u64, keys: std::ops::Range<u32>, checked: bool) {
         let count = keys.len() as u32;
         let save =
@@ -233,7 +233,7 @@ impl Harness {
         self.post(SchedulerRequest::Save(save), Vec::new(), (1..count + 1).collect());
     }
 
-    /// What there is of a kind since the last look.
+    /// Takes the actions since the last look, and returns those of a kind.
     pub(super) fn take<T>(&mut self, kind: impl FnMut(Action) -> Option<T>) -> impl Iterator<Item = T> {
         std::mem::take(&mut self.out).into_iter().filter_map(kind)
     }
@@ -298,7 +298,7 @@ impl Harness {
         self.event(Event::Copied { copy, ok });
     }
 
-    /// Ends the copies asked for since the last look, and the ring is drained.
+    /// Ends the copies asked for since the last look; then the ring is drained.
     pub(super) fn copied(&mut self) {
         self.copies().iter().for_each(|(copy, ..)| self.end_copy(*copy, true));
         self.drained();
@@ -316,14 +316,14 @@ impl Harness {
         sessions.into_iter().for_each(|session| self.event(Event::Disconnected { session }));
     }
 
-    /// Operation 1 saves keys `0..count` under log 0, in a step that rank 0 has done.
+    /// Operation 1 saves keys `0..count` under log 0, in a step done by rank 0.
     fn begin_save(&mut self, count: u32) {
         self.open(0, 0..count);
         self.save(0, 1, 1, 1..count + 1);
         self.fences(RANKS[0], 1, 1);
     }
 
-    /// The same, of all ranks and whole.
+    /// The same on all ranks, and whole.
     fn keep(&mut self, count: u32) {
         self.begin_save(count);
         self.ranks().into_iter().for_each(|session| self.fences(session, 1, 1));
@@ -575,7 +575,7 @@ fn an_engine_that_dies_leaves_nothing_once_its_copies_ended() {
     assert!(!engine.out.iter().any(|action| matches!(action, Action::FreeSlot { .. })));
     engine.end_copy(copies[0].0, true);
     assert!(!engine.core.busy());
-    assert_eq!(engine.core.stats().blocks, 2, "what was committed stays, what was not is gone");
+    assert_eq!(engine.core.stats().blocks, 2, "committed blocks stay, the others are gone");
 }
 
 #[test]
@@ -763,7 +763,7 @@ fn a_rank_that_comes_again_has_ended_the_loads_of_steps_it_began_before() {
     engine.join_from(RANKS[1], 5);
     engine.load(0, 3, 2, 0..2, LOAD_BY_ENGINE);
     let leases = engine.core.stats().leases;
-    assert_eq!(leases, 0, "it loaded in step 5, and what it said of it went to its old session");
+    assert_eq!(leases, 0, "it loaded in step 5, and reported it to its old session");
     assert_eq!(engine.query(0, 4, 0, 2).value, 2);
     let (keys, flags) = (Keys::new(0, 0..2), LoadFlags::new(LOAD_BY_ENGINE));
     engine.post_load(request::Load { op: 5, keys, position: 0, step: 6, lease: 4, flags });

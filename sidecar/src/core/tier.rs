@@ -19,7 +19,7 @@ use super::context::Context;
 use super::event::JobEnd;
 use super::namespaces::Binding;
 
-/// A part of a run in one tier, and the blocks to be read of it.
+/// A part of a run in one tier, with its blocks to be read.
 #[derive(Debug, Default)]
 pub(super) struct Span {
     /// Place of its first block in the run.
@@ -37,9 +37,9 @@ pub(super) struct Span {
 pub(super) struct ReadEnd {
     pub(super) key: BlockKey,
     pub(super) slot: SlotRef,
-    /// Time at which the block was asked for.
+    /// Time of the request for the block.
     pub(super) since: Duration,
-    /// Checksum of the block in its slot, or zero if nobody knows it. `None`: the block did not come.
+    /// Checksum of the block in its slot, or zero if it is unknown. `None`: the block did not come.
     pub(super) checksum: Option<u64>,
 }
 
@@ -92,7 +92,7 @@ pub(super) enum Notice<'a> {
     Ending,
 }
 
-/// A tier for a core to come.
+/// A tier for a core not yet made.
 #[derive(Debug)]
 pub struct NewTier(Box<dyn Tier>);
 
@@ -104,7 +104,8 @@ pub(super) trait Tier: Any + Debug + Send {
     /// The source of its blocks, as engines know it.
     fn source(&self) -> Source;
 
-    /// Returns the part of a run that it holds from the first block on, after so many `spans` of the same run.
+    /// Returns the part of a run in this tier, from the first block on. `spans` is the number of spans
+    /// already found for the run.
     fn find(&self, binding: &Binding, run: &[BlockHash], spans: usize, cx: &Context) -> Option<Span>;
 
     /// True if it may hold the first block of a run. The blocks behind may be a hint.
@@ -117,7 +118,7 @@ pub(super) trait Tier: Any + Debug + Send {
         false
     }
 
-    /// Shows some of its blocks, of a walk that begins at 0, and returns where to go on.
+    /// Shows some of its blocks, in a walk from 0 on. Returns the place to go on from; `None` at the end.
     fn walk(&self, _from: usize, _see: &mut dyn FnMut(&BlockKey)) -> Option<usize> {
         None
     }
@@ -135,7 +136,8 @@ pub(super) trait Tier: Any + Debug + Send {
     /// Returns the source of the first block of a run.
     fn lane(&self, binding: &Binding, run: &[BlockHash], cx: &Context) -> Option<SourceLane>;
 
-    /// Plans to read a block of so many bytes into a slot, within 1 of `parts` of its queue. False: it cannot in time.
+    /// Plans to read a block of so many bytes into a slot, within 1 of `parts` of the tier's queue. False: it
+    /// cannot read the block in time.
     fn begin_read(
         &mut self,
         _key: BlockKey,
@@ -150,15 +152,16 @@ pub(super) trait Tier: Any + Debug + Send {
     /// Begins to read the first blocks of a span into these slots.
     fn read(&mut self, _binding: &Binding, _span: &Span, _slots: &[SlotRef], _cx: &mut Context) {}
 
-    /// Returns the read that a job has ended; none while somebody `waits` for it and [`Tier::retry`] may still bring it.
+    /// Returns the read ended by a job; `None` while a query or load `waits` for it and [`Tier::retry`] may
+    /// still bring it.
     fn ended(&mut self, end: JobEnd, waits: &dyn Fn(&Waiter) -> bool, cx: &mut Context) -> Option<ReadEnd>;
 
-    /// Tries failed reads another way, after all ends of an event. Returns the reads without one.
+    /// Tries failed reads another way, after all ends of an event. Returns the reads with no other way.
     fn retry(&mut self, _cx: &mut Context) -> Vec<ReadEnd> {
         Vec::new()
     }
 
-    /// Time passed: returns late blocks, to be given up.
+    /// Returns the late blocks, to be given up.
     fn late(&mut self, _now_ms: u64) -> Vec<BlockKey> {
         Vec::new()
     }
@@ -166,12 +169,13 @@ pub(super) trait Tier: Any + Debug + Send {
     /// Follows a change in the core.
     fn take_notice(&mut self, notice: Notice<'_>, cx: &mut Context);
 
-    /// Returns a figure of its health. Engines are told all of its blocks again after each change of it.
+    /// Returns a figure of its health. After each change of it, engines are told all of its blocks again.
     fn working(&self) -> (usize, u64) {
         (0, 0)
     }
 
-    /// Returns the changes since the last call, after [`Notice::Watched`]: true for a new block, false for one that has gone.
+    /// Returns the changes since the last call, after [`Notice::Watched`]: true for a new block, false for a
+    /// gone one.
     fn drain_changes(&mut self) -> Vec<(BlockKey, bool)> {
         Vec::new()
     }
@@ -181,7 +185,7 @@ pub(super) trait Tier: Any + Debug + Send {
         false
     }
 
-    /// True if time must pass for it to go on.
+    /// True if time must pass for the tier to go on.
     fn waits(&self) -> bool {
         false
     }
@@ -194,7 +198,7 @@ impl NewTier {
         Self(Box::new(tier))
     }
 
-    /// The tier with this number in a core over `dram`.
+    /// Returns the tier, attached with this number to a core over `dram`.
     pub(super) fn attached(mut self, number: usize, dram: &mut Dram) -> Box<dyn Tier> {
         self.0.attach(number, dram);
         self.0
@@ -204,7 +208,7 @@ impl NewTier {
 // === impl TierStats ===
 
 impl TierStats {
-    /// A read of so many bytes begins.
+    /// Counts the begin of a read of so many bytes.
     pub(super) fn begin_read(&mut self, bytes: u64, now: Duration) {
         if self.reading_blocks == 0 {
             self.since = now;
@@ -213,7 +217,7 @@ impl TierStats {
         self.reading_bytes += bytes;
     }
 
-    /// A read of so many bytes has ended.
+    /// Counts the end of a read of so many bytes.
     pub(super) fn end_read(&mut self, read: &ReadEnd, bytes: u64, now: Duration) {
         self.reading_blocks -= 1;
         self.reading_bytes -= bytes;
@@ -228,7 +232,7 @@ impl TierStats {
         self.since = now;
     }
 
-    /// Bytes that the tier gave per second with a read under way.
+    /// Returns the bytes per second of the time with a read under way.
     pub fn bytes_per_second(&self) -> u64 {
         u64::try_from(u128::from(self.read_bytes) * 1_000_000 / self.busy.as_micros().max(1))
             .unwrap_or(u64::MAX)
@@ -238,17 +242,17 @@ impl TierStats {
 // === impl Span ===
 
 impl Span {
-    /// The place in the run behind it.
+    /// Returns the place in the run behind the span.
     pub(super) fn end(&self) -> usize {
         self.from + self.reach
     }
 
-    /// Blocks to be read, each with its place in the run.
+    /// Returns the blocks to be read, each with its place in the run.
     pub(super) fn wanted(&self) -> impl Iterator<Item = (usize, BlockKey)> + '_ {
         self.blocks.iter().map(|(place, key)| (self.from + *place as usize, *key))
     }
 
-    /// A block of it is to be read.
+    /// Adds a block to be read.
     pub(super) fn push(&mut self, at: usize, key: BlockKey) {
         self.blocks.push(((at - self.from) as u32, key));
     }

@@ -1,44 +1,46 @@
-//! How long operations take. The core knows when a part of one began, and that it is over; the time of its end is known to whoever
-//! carries out what the core wants done.
+//! Times of operations. The core knows the begin of each part of an operation, and the event of its end; its
+//! host knows the time of the end, as it carries the actions out.
 
 use std::time::Duration;
 
 use shm_protocol::source::Source;
 use tiers::dram::LeaseEnd;
 
-/// What took its time.
+/// A timed operation.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub enum Timed {
-    /// From the turn that read a question to its answer.
+    /// A question, from the turn of its reading to its answer.
     Query(Part),
-    /// From the turn that read a LOAD until its last rank had it. The parts of each rank are their own.
+    /// A LOAD, from the turn of its reading until its last rank had it. Each rank's parts are timed
+    /// separately.
     Load(Part),
-    /// From the turn that read a SAVE until its blocks were committed, where blocks of it were copied.
+    /// A SAVE with copied blocks, from the turn of its reading until their commit.
     Save(Part),
-    /// From the turn that saw the last step of a prompt for another engine done until that engine had loaded the prompt.
+    /// A prompt for another engine, from the turn with its last step seen done until that engine had loaded
+    /// it.
     Handover,
-    /// From the turn in which a save for another engine was whole until its blocks were committed: it waited for its step to be
-    /// accepted, and for nothing else.
+    /// A save for another engine, from becoming whole until its commit: it waited only for the acceptance of
+    /// its step.
     Acceptance,
-    /// A block, from being asked of a tier until it was in DRAM.
+    /// A block, from its request to a tier until it was in DRAM.
     Read(Source),
     /// A lease, from its grant to its end.
     Lease(LeaseEnd),
 }
 
-/// Which part of an operation.
+/// A part of an operation.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub enum Part {
     Whole,
-    /// For a producer, a binding, or a step of the engine.
+    /// The wait for a producer, a binding, or a step of the engine.
     Waiting,
-    /// For blocks of a disk or of a peer, or to be verified.
+    /// The wait for blocks of a disk or of a peer, or for a verification.
     Tier,
-    /// Between the pool and a rank.
+    /// The copy between the pool and a rank.
     Copy,
 }
 
-/// Something that is over.
+/// An ended operation, and its begin.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct Took {
     pub what: Timed,

@@ -1,5 +1,5 @@
-//! Transfers between engines and the pool: the saves and loads of each engine, the copies that carry them out, and the
-//! comparisons of what was saved with what is kept.
+//! Transfers between engines and the pool: the saves and loads of each engine, their copies, and the
+//! comparisons of saved blocks with kept ones.
 
 mod checks;
 mod doubts;
@@ -25,28 +25,28 @@ use super::timing::{Part, Timed};
 use super::{Base, CopyId, SessionId, Violation};
 use crate::compare::Number;
 
-/// A save or a load: its scheduler's session and its operation.
+/// The key of a save or a load: its scheduler's session and its operation.
 type OpKey = (SessionId, u64);
 
 #[derive(Debug, Default)]
 pub(super) struct Transfers {
     pending: BTreeMap<SessionId, Pending>,
-    /// Saves of schedulers that have no binding.
+    /// Saves of schedulers without a binding.
     unbound: BTreeMap<OpKey, UnboundSave>,
     saves: BTreeMap<OpKey, Save>,
     checks: Checks,
     doubts: Doubts,
     scans: Scans,
     loads: BTreeMap<OpKey, Load>,
-    /// What runs, and since when.
+    /// Running copies, each with its begin.
     copies: BTreeMap<CopyId, (CopyOwner, Duration)>,
     /// The number of the last copy.
     last_copy: CopyId,
-    /// Schedulers' sessions with saves that the turn had no time for, the longest waiting first.
+    /// Schedulers' sessions with saves left over by the turn, the longest waiting first.
     behind: VecDeque<SessionId>,
 }
 
-/// Which operation a running copy belongs to.
+/// The operation of a running copy.
 #[derive(Copy, Clone, Debug)]
 struct CopyOwner {
     key: OpKey,
@@ -68,12 +68,12 @@ impl CopyOwner {
 // === impl Transfers ===
 
 impl Transfers {
-    /// A scheduler may transfer from now on.
+    /// Adds a scheduler: it may transfer from now on.
     pub(super) fn enter(&mut self, session: SessionId) {
         self.pending.insert(session, Pending::default());
     }
 
-    /// A scheduler is gone: what it has begun ends as soon as no copy runs.
+    /// Removes a gone scheduler: its operations end as soon as no copy runs.
     pub(super) fn leave(&mut self, session: SessionId, base: &mut Base) {
         self.abandon_saves(session, base);
         self.abandon_loads(session, &mut base.cx);
@@ -82,7 +82,7 @@ impl Transfers {
         self.doubts.end_session(session, base.engines[session].run);
     }
 
-    /// An operation of a scheduler was read.
+    /// Notes an operation read from a scheduler's ring.
     pub(super) fn see(&mut self, session: SessionId, op: u64) {
         self.pending(session).see(op);
     }
@@ -112,14 +112,14 @@ impl Transfers {
         self.pending.get(&scheduler).is_some_and(|pending| !pending.waiting.is_empty())
     }
 
-    /// Whether one of those is a save for another engine.
+    /// True if one of those operations is a save for another engine.
     pub(super) fn hands_over(&self, scheduler: SessionId) -> bool {
         let is_handover =
             |op: &u64| self.saves.get(&(scheduler, *op)).is_some_and(|save| save.handover.is_some());
         self.pending.get(&scheduler).is_some_and(|pending| pending.waiting.iter().any(is_handover))
     }
 
-    /// The newest of a scheduler's saves for other engines that have not ended.
+    /// Returns a scheduler's newest unended save for another engine.
     pub(super) fn newest_handover(&self, scheduler: SessionId) -> Option<u64> {
         self.saves
             .range(operations(scheduler))
@@ -127,7 +127,7 @@ impl Transfers {
             .map(|((_, op), _)| *op)
     }
 
-    /// Whether a scheduler's saves for other engines, up to this one, have not all ended.
+    /// True if a scheduler's saves for other engines, up to this operation, have not all ended.
     pub(super) fn hands_over_up_to(&self, scheduler: SessionId, op: u64) -> bool {
         self.saves.range((scheduler, 0)..=(scheduler, op)).any(|(_, save)| save.handover.is_some())
     }
@@ -136,7 +136,7 @@ impl Transfers {
         self.behind.front().copied()
     }
 
-    /// Goes on with saves of a session that have waited for this turn.
+    /// Goes on with a session's saves left over by an earlier turn.
     pub(super) fn catch_up(&mut self, session: SessionId, base: &mut Base) {
         self.behind.retain(|other| *other != session);
         self.dispatch(session, base);
@@ -146,7 +146,7 @@ impl Transfers {
         Number::ALL.into_iter().zip(self.checks.largest)
     }
 
-    /// Starts, for every waiting operation, the copies whose rank has joined and passed the fence.
+    /// Starts the copies of every waiting operation, for the ranks joined and past its fence.
     pub(super) fn dispatch(&mut self, session: SessionId, base: &mut Base) {
         let Some(pending) = self.pending.get(&session) else { return };
         let mut left = base.cx.claims_max;
@@ -156,7 +156,7 @@ impl Transfers {
         }
     }
 
-    /// Refuses an operation that is under way already.
+    /// Fails if an operation with this key is already under way.
     fn check_new(&self, key: OpKey) -> Result<(), Violation> {
         if self.saves.contains_key(&key)
             || self.loads.contains_key(&key)
@@ -177,7 +177,7 @@ impl Transfers {
         cx.actions.push(Action::Copy { copy, engine: key.0, session, direction, pieces, load_op, awaited });
     }
 
-    /// A copy has ended.
+    /// Ends a copy.
     pub(super) fn copied(&mut self, copy: CopyId, ok: bool, base: &mut Base) {
         let (owner, since) = self.copies.remove(&copy).expect("every copy is answered once");
         match owner.direction {
@@ -188,7 +188,7 @@ impl Transfers {
     }
 }
 
-/// The keys of a session's saves and loads.
+/// Returns the range of keys of a session's saves and loads.
 fn operations(session: SessionId) -> std::ops::RangeInclusive<OpKey> {
     (session, 0)..=(session, u64::MAX)
 }

@@ -1,7 +1,8 @@
-//! Whether blocks are worth waiting for. Pure: time is an argument.
+//! The rule for the end of waits for blocks. Pure: time is an argument.
 //!
-//! Spent time does not count. A wait goes on while the rest of its blocks comes before the engine would have computed it. It is decided
-//! again with each look, by the rates of the last half second. The whole run counts: blocks behind a missing one are of no use.
+//! Spent time does not count. A wait goes on while the rest of its blocks comes before the engine would have
+//! computed it. The rule is applied with each look, by the rates of the last half second. The whole run
+//! counts: blocks behind a missing one are of no use.
 
 use shm_protocol::layout::QUERY_WAIT_MS_MAX;
 
@@ -17,22 +18,22 @@ pub(super) struct LoadPatience {
     pub(super) preference: f64,
 }
 
-/// A wait at a time.
+/// The state of a wait at one time.
 #[derive(Copy, Clone, Debug)]
 pub(super) struct Outlook {
     /// Milliseconds since the question, and since the last byte of the sources.
     pub(super) waited_ms: u64,
     pub(super) still_ms: u64,
-    /// Milliseconds until the rest is there; none: no rate is known yet.
+    /// Milliseconds until the rest is there; `None`: no rate is known yet.
     pub(super) load_ms: Option<f64>,
-    /// Milliseconds of computing the rest; none: the engine's rate is not known.
+    /// Milliseconds of computing the rest; `None`: the engine's rate is not known.
     pub(super) compute_ms: Option<f64>,
 }
 
 /// Why a wait ends without all of its blocks.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(super) enum Over {
-    /// Its time is, or its sources have stopped.
+    /// Its time is over, or its sources have stopped.
     Late,
     /// The engine computes the rest sooner than it comes.
     Slower,
@@ -41,7 +42,7 @@ pub(super) enum Over {
 // === impl Outlook ===
 
 impl Outlook {
-    /// Why the wait is over, if it is.
+    /// Returns the reason to end the wait, if there is one.
     pub(super) fn over(&self, wait: LoadPatience) -> Option<Over> {
         let Some(compute_ms) = self.compute_ms else {
             return (self.waited_ms >= wait.most_ms.min(STILL_MS_MAX)).then_some(Over::Late);
@@ -64,8 +65,8 @@ mod tests {
         Outlook { waited_ms: 0, still_ms: 0, load_ms: Some(load_ms), compute_ms: Some(compute_ms) }
     }
 
-    /// Milliseconds until an answer, and all until everything is there or computed: a source of `rate(ms)` parts a millisecond, an
-    /// engine of `speed` parts, and so many parts.
+    /// Returns the milliseconds until an answer, and until everything is there or computed. The source gives
+    /// `rate(ms)` parts a millisecond, the engine computes `speed` parts, and so many `parts` are needed.
     fn play(parts: f64, rate: impl Fn(u64) -> f64, speed: f64, wait: LoadPatience) -> (u64, f64) {
         let (mut left, mut moved_ms) = (parts, 0);
         let mut recent = std::collections::VecDeque::new();

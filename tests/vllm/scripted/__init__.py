@@ -1,1 +1,1 @@
-"""The scripted engine: a process that `stage.Player` starts, with whichever vLLM is on its path."""
+"""The scripted engine: a process that `stage.Player` starts, with the vLLM on its path."""

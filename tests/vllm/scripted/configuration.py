@@ -30,7 +30,7 @@ def build_config(scenario: dict[str, Any]) -> Any:
     method = "ngram_gpu" if scenario["async_scheduling"] else "ngram"
     speculative = SpeculativeConfig(method=method, num_speculative_tokens=drafts, **target) if drafts else None
     if speculative and "drafter" in scenario:
-        # Its layers and its answers are the scripted ones; vLLM's schedulers do what they do for its method.
+        # Its layers and its answers are scripted; vLLM's schedulers act as for its method.
         speculative.method = scenario["drafter"]
     return VllmConfig(
         model_config=model,
@@ -88,8 +88,8 @@ def build_cache_config(scenario: dict[str, Any], config: Any) -> Any:
 
 
 def layer_specs(scenario: dict[str, Any], config: Any) -> dict[str, Any]:
-    """vLLM's spec of each layer: `full` attention or a `window`, both of them (a `set`: the last layer is full), `states` and
-    full attention, these, a window and scratch (`mixed`), `mla` with a latent, or that and the keys of an `indexer`."""
+    """vLLM's spec of each layer: `full` attention or a `window`; both in a `set`, with a full last layer; `states` and full
+    attention; these with a window and scratch in `mixed`; `mla` with a latent; or a latent and the keys of an `indexer`."""
     import torch
     from vllm.v1.kv_cache_interface import (
         CircularBufferSpec,

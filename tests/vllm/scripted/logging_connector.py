@@ -1,4 +1,4 @@
-"""The smallest connector: keeps nothing, notes every hook. Shows that the scripted engine calls them all."""
+"""The smallest connector: it keeps nothing and logs every hook, so a test sees all calls of the scripted engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, SupportsHMA
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
-# The option that names the log the test reads.
+# The option for the path of the log.
 LOG_OPTION = "hook_log"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
 
-# A number in each place: no position's content, or one of 2^16 at the most.
+# One number in each place: no position has such content, or one of 2^16 at the most.
 WRONG = 1
 
 
@@ -22,7 +22,7 @@ class RemoteMetadata(KVConnectorMetadata):
 
 
 class RemoteConnector(KVConnectorBase_V1, SupportsHMA):
-    """`sync`: a step waits for its loads. `fails`: no block of them comes."""
+    """Loads wrong KV. `sync`: a step waits for its loads. `fails`: none of the blocks comes."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -38,7 +38,7 @@ class RemoteConnector(KVConnectorBase_V1, SupportsHMA):
         self.begun: set[str] = set()
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Remembers the pages."""
+        """Stores the pages."""
         self._kv = list(kv_caches.values())
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -54,16 +54,16 @@ class RemoteConnector(KVConnectorBase_V1, SupportsHMA):
                 self.begun.add(name)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing is waited for."""
+        """Waits for nothing."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing is saved."""
+        """Saves nothing."""
 
     def wait_for_save(self) -> None:
-        """Nothing is saved."""
+        """Saves nothing."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Loads end in their first step."""
+        """The ended loads; a load ends in its first step."""
         ended, self._ended = self._ended, set()
         return None, ended or None
 

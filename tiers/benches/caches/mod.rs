@@ -1,4 +1,4 @@
-//! The caches that are compared: the real tier, filled as the sidecar fills it, LRU, and one that knows what comes.
+//! The compared caches: the real tier, filled as the sidecar fills it, LRU, and a clairvoyant cache.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
 use std::ops::Range;
@@ -7,10 +7,10 @@ use shm_protocol::key::{BlockHash, BlockKey};
 use shm_protocol::pool::{SlotRef, slot_count};
 use tiers::dram::{Config, Dram, Ending, HolderId, Whose};
 
-/// A chain of blocks, as one request asks for it.
+/// A chain of blocks, as in one request.
 pub(crate) type Chain = Vec<BlockHash>;
 
-/// A request, and how its answer ended.
+/// A request, and the end of its answer.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Request {
     pub(crate) chain: Chain,
@@ -18,18 +18,19 @@ pub(crate) struct Request {
 }
 
 const SEGMENT_BYTES: u64 = 2 << 20;
-/// Five to a segment, so that a pool has room for exactly as many as a multiple of five says.
+/// Five to a segment, so a pool has room for exactly a multiple of five blocks.
 pub(crate) const BLOCK_BYTES: u64 = 400_000;
-/// Blocks that are computed in one step, where a prompt is computed in steps.
+/// Blocks computed in one step, for prompts computed in steps.
 pub(crate) const STEP_BLOCKS: usize = 16;
 
 pub(crate) trait Cache {
-    /// A request of which `found` leading blocks lie in the GPU's own cache: computes on what is there of the others, and
-    /// keeps what was missing. How many of its leading blocks were there or in the GPU's cache.
+    /// Serves a request whose `found` leading blocks lie in the GPU's own cache: uses the kept ones of the
+    /// others, and keeps the missing ones. Returns the number of its leading blocks found here or in the
+    /// GPU's cache.
     fn request(&mut self, request: &Request, found: usize) -> usize;
 }
 
-/// Least recently used goes first; of one request the deepest block counts as used before the others.
+/// The least recently used block goes first; the deepest block of a request counts as used before the others.
 #[derive(Default)]
 pub(crate) struct Lru {
     capacity: usize,
@@ -38,11 +39,11 @@ pub(crate) struct Lru {
     pub(crate) order: BTreeMap<u64, BlockHash>,
 }
 
-/// Goes first what is next used last, of one request the deepest block.
+/// The block with the latest next use goes first, and of one request the deepest block.
 pub(crate) struct Clairvoyant {
     capacity: usize,
     now: usize,
-    /// Requests that use a block.
+    /// Requests of each block.
     uses: HashMap<BlockHash, VecDeque<usize>>,
     kept: HashMap<BlockHash, (usize, usize)>,
     order: BTreeSet<(usize, usize, BlockHash)>,
@@ -50,9 +51,9 @@ pub(crate) struct Clairvoyant {
 
 pub(crate) struct Tier {
     pub(crate) dram: Dram,
-    /// What the next request's blocks count to.
+    /// Holder and quota of the next request's blocks.
     pub(crate) whose: Whose,
-    /// Blocks that one step computes.
+    /// Blocks computed by one step.
     step_blocks: usize,
     /// Slots being filled, with their places in the chain.
     slots: Vec<(usize, SlotRef)>,
@@ -73,7 +74,7 @@ impl Lru {
         Self { capacity, ..Self::default() }
     }
 
-    /// Uses blocks, the deepest first; those that are missing come.
+    /// Uses blocks, the deepest first; missing ones are added.
     pub(crate) fn use_all(&mut self, chain: &[BlockHash]) {
         for hash in chain.iter().rev() {
             self.clock += 1;
@@ -142,7 +143,7 @@ impl Cache for Clairvoyant {
 // === impl Tier ===
 
 impl Tier {
-    /// Room for `blocks`, rounded up to a multiple of five.
+    /// Makes a tier with room for `blocks`, rounded up to a multiple of five.
     pub(crate) fn new(blocks: usize) -> Self {
         let slots = u64::from(slot_count(SEGMENT_BYTES, BLOCK_BYTES).expect("fits"));
         let pool_bytes = (blocks as u64).div_ceil(slots) * SEGMENT_BYTES;
@@ -151,12 +152,12 @@ impl Tier {
         Self { dram, whose: Whose::default(), step_blocks: usize::MAX, slots: Vec::new() }
     }
 
-    /// With prompts that are computed, and saved, in steps.
+    /// Makes a tier for prompts computed, and saved, in steps.
     pub(crate) fn chunked(blocks: usize) -> Self {
         Self { step_blocks: STEP_BLOCKS, ..Self::new(blocks) }
     }
 
-    /// Saves blocks of a chain as the sidecar does: those that are there are used, the others are filled.
+    /// Saves blocks of a chain as the sidecar does: kept ones are used, the others are filled.
     pub(crate) fn save(&mut self, chain: &[BlockHash], blocks: Range<usize>) {
         let key = |at: usize| BlockKey { namespace: 0, group: 0, hash: chain[at] };
         for at in blocks.clone() {
@@ -174,7 +175,8 @@ impl Tier {
         }
     }
 
-    /// Of the kept blocks of these requests, how many have a parent that is not kept; and how many are kept.
+    /// Returns the number of kept blocks of these requests without a kept parent, and the number of all kept
+    /// blocks.
     pub(crate) fn unreachable(&mut self, requests: &[Request]) -> (usize, usize) {
         let (mut seen, mut found) = (HashSet::new(), Vec::new());
         let (mut unreachable, mut kept) = (0, 0);
@@ -199,7 +201,8 @@ impl Cache for Tier {
         let in_steps = self.step_blocks < usize::MAX;
         let mut next = chain.len().min(began_on.saturating_add(self.step_blocks));
         self.save(chain, began_on..next);
-        // What it began on is offered in the step after. Without steps and a GPU's cache the query has said it all.
+        // Blocks found at the request's begin are saved again in the step after. Without steps and a GPU's
+        // cache the query has covered them.
         if found > 0 || in_steps {
             self.save(chain, 0..began_on);
         }

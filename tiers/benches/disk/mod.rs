@@ -1,5 +1,5 @@
-//! DRAM with a disk of three times its room, the real log below the real tier, kept as the sidecar keeps them. Reads and writes
-//! end between the steps of a prompt.
+//! DRAM with a disk of three times its room, the real log below the real tier, both filled as the sidecar
+//! fills them. Reads and writes end between the steps of a prompt.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, VecDeque};
@@ -11,20 +11,20 @@ use tiers::ssd::{Config, Done, Ended, Geometry, Label, Log, Recovered, Refused, 
 use crate::caches::{BLOCK_BYTES, Cache, Clairvoyant, Lru, Request, STEP_BLOCKS, Tier};
 use crate::replayed::share;
 
-/// Rooms of DRAM in which a trace is replayed.
+/// Rooms of DRAM for the replays of a trace.
 pub(crate) const ROOMS: [usize; 5] = [500, 1000, 2555, 5110, 10_220];
 /// The disk has so many times the room of DRAM.
 const DISK_ROOMS: usize = 3;
 const UNIT_BYTES: u64 = 4096;
-/// What a disk of 32 GiB has, about; larger ones have more.
+/// About the number for a disk of 32 GiB; larger ones have more.
 const SEGMENTS: usize = 128;
 /// Writes wait for so many rounds of jobs at most.
 const TRIES: usize = 64;
-/// The part of DRAM that goes next and is written ahead, as in the sidecar.
+/// The part of DRAM written ahead of its eviction, as in the sidecar.
 const AHEAD_PART: u64 = 32;
 const DIGEST: NamespaceDigest = NamespaceDigest([1; 16]);
 
-/// What lies in each segment: its sequence, and blocks by unit.
+/// The content of each segment: its sequence, and blocks by unit.
 type Medium = BTreeMap<u32, (u64, Vec<(u32, Label)>)>;
 
 /// DRAM and a disk.
@@ -34,16 +34,16 @@ struct Disked {
     room: usize,
     now_ms: u64,
     requests: usize,
-    /// Requests that are not counted, and bytes that they wrote.
+    /// Requests that are not counted, and bytes written by them.
     warm_up: usize,
     written_before: u64,
-    /// When DRAM is lost, and how.
+    /// The request at which DRAM is lost, and the way.
     end: Option<(usize, End)>,
     medium: Medium,
     saved: VecDeque<BlockKey>,
 }
 
-/// How a sidecar ends.
+/// The way a sidecar ends.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 enum End {
     Killed,
@@ -85,7 +85,7 @@ impl Disked {
         }
     }
 
-    /// A sidecar over what an earlier one left on the disk.
+    /// Starts a sidecar over the disk of an earlier one.
     fn begin(room: usize, geometry: Geometry, medium: &Medium) -> (Tier, Log) {
         let config = Config { devices: vec![geometry], write_bytes_max: u64::MAX, late_ms: u64::MAX };
         let mut log = Log::new(config);
@@ -142,7 +142,7 @@ impl Disked {
         }
     }
 
-    /// Writes a block that DRAM has, unless the disk keeps it.
+    /// Writes a block of DRAM, unless the disk keeps it.
     fn write(&mut self, key: &BlockKey) {
         // A new segment's header is written first, and a full disk gives up a segment.
         for _ in 0..TRIES {
@@ -159,7 +159,7 @@ impl Disked {
         }
     }
 
-    /// Writes what goes next from DRAM, then what was saved, as far as there is room for copies.
+    /// Writes DRAM's next evictions, then saved blocks, as far as there is room for copies.
     fn flow(&mut self) {
         self.tier.dram.drain_gone().for_each(|(key, standing)| self.log.left(&key, standing));
         let mut due = Vec::new();
@@ -179,13 +179,13 @@ impl Disked {
         }
     }
 
-    /// Brings blocks that the disk keeps into DRAM; how many of them there are, from the first.
+    /// Brings leading blocks kept by the disk into DRAM, and returns their number.
     fn promote(&mut self, chain: &[BlockHash]) -> usize {
         let kept = |hash: &&BlockHash| self.log.keeps(&key(hash)).is_some();
         let run = chain.iter().take(STEP_BLOCKS).take_while(kept).count();
         let run = &chain[..run];
         for (at, hash) in run.iter().enumerate() {
-            // Its parent went to the disk, and this block stayed.
+            // Its parent went to the disk, and this block stayed in DRAM.
             let Ok(slot) = self.tier.dram.begin_fill(key(hash), BLOCK_BYTES, self.tier.whose) else {
                 self.end_jobs();
                 return at;
@@ -208,7 +208,7 @@ impl Disked {
         stats.written_bytes_total + stats.moved_bytes_total
     }
 
-    /// DRAM is lost, and the next sidecar finds what lies on the disk.
+    /// Loses DRAM, and starts the next sidecar over the disk.
     fn restart(&mut self, end: End) {
         if end == End::Stopped {
             self.log.keep_copies();
@@ -258,7 +258,7 @@ impl Cache for Disked {
     }
 }
 
-/// What is found of the eighth of the requests that follows the middle.
+/// Returns the share found in the eighth of the requests behind the middle.
 fn after_end(room: usize, requests: &[Request], end: Option<End>) -> f64 {
     let mut disked = Disked::new(room, requests.len(), end);
     let (mut asked, mut found) = (0, 0);
@@ -272,7 +272,8 @@ fn after_end(room: usize, requests: &[Request], end: Option<End>) -> f64 {
     found as f64 / asked as f64
 }
 
-/// Cells of JSON: shares of blocks found in DRAM and on the disk by blocks asked for, and bytes written by bytes asked for.
+/// Cells of JSON: shares of blocks found in DRAM and on the disk, and bytes written, relative to all blocks
+/// and bytes of the queries.
 pub(crate) fn of_trace(name: &str, rooms: &[usize], requests: &[Request]) -> Vec<String> {
     let mut cells = Vec::new();
     let counted: usize = requests[requests.len() / 4..].iter().map(|request| request.chain.len()).sum();

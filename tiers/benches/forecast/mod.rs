@@ -1,18 +1,18 @@
-//! What is foretold of rooms of other sizes, beside what they find: the largest difference.
+//! The largest difference between the forecast for rooms of other sizes and their real hits.
 
 use tiers::forecast::{Forecast, ROOMS};
 
 use crate::caches::{Request, Tier};
 use crate::replayed::share;
 
-/// What the rooms are as multiples of the one that foretells, as far as they have an end; in the order of [`ROOMS`].
+/// Sizes of the finite rooms as multiples of the forecasting one, in the order of [`ROOMS`].
 const MULTIPLES: [f64; ROOMS.len() - 1] = [0.5, 1.0, 2.0, 4.0];
-/// Requests of `turns` that are played.
+/// Number of replayed requests of `turns`.
 pub(crate) const TURNS: usize = 10_000;
-/// Blocks for which one stands in the miniatures.
+/// Blocks represented by one block of the miniatures.
 const STRIDES: [usize; 3] = [1, 4, 8];
 
-/// Rooms of a trace, which is called `name`: what each is foretold to find, by each stride, and what it finds.
+/// Cells of JSON for a trace called `name`, by room: the forecast of each by each stride, and the real share.
 pub(crate) fn of_trace(name: &str, rooms: &[usize], requests: &[Request]) -> Vec<String> {
     let mut cells = Vec::new();
     for &room in rooms {
@@ -30,7 +30,7 @@ pub(crate) fn of_trace(name: &str, rooms: &[usize], requests: &[Request]) -> Vec
     cells
 }
 
-/// What each of [`ROOMS`] is foretold to find, the first quarter of the requests not counted.
+/// Returns the forecast share of each of [`ROOMS`], the first quarter of the requests not counted.
 fn foretell(room: usize, stride: usize, requests: &[Request]) -> [f64; ROOMS.len()] {
     let mut forecast = Forecast::new(room as u64, room.div_ceil(stride) as u64);
     let mut before = (0, [0; ROOMS.len()]);

@@ -1,4 +1,5 @@
-//! A trace of real requests: shares of rooms of several sizes, each policy alone, behind a GPU's cache, and in steps.
+//! A trace of real requests: shares of rooms of several sizes, each policy alone, behind a GPU's cache, and
+//! in steps.
 
 use std::fs;
 
@@ -9,29 +10,29 @@ use tiers::dram::Ending;
 use crate::caches::{Cache, Clairvoyant, Lru, Request, Tier};
 use shm_protocol::random::Random;
 
-/// Blocks for which there is room.
+/// Sizes of the rooms, in blocks.
 pub(crate) const ROOMS: [usize; 8] = [500, 1000, 2555, 5110, 10_220, 20_440, 40_880, 100_000];
-/// Rooms over which the gain is averaged: in larger ones almost everything stays.
+/// The largest room in the average of the gain: in larger ones almost all blocks stay.
 pub(crate) const ROOM_OF_GAIN_MAX: usize = 20_440;
 /// A GPU's own cache holds one block for so many of the room.
 const ROOM_BY_GPU: usize = 3;
-/// How often a replay stops to count unreachable blocks.
+/// Number of stops of a replay to count unreachable blocks.
 const STOPS: usize = 4;
 
-/// A share, and the largest part of the kept blocks that could not be found at one of the stops.
+/// A share, and the largest part of the kept blocks found unreachable at one of the stops.
 struct Replayed {
     share: f64,
     unreachable: f64,
 }
 
-/// What a replay of one kind has shown so far: cells of the result.
+/// The results of a replay of one kind: cells of JSON.
 #[derive(Default)]
 pub(crate) struct Report {
     cells: Vec<String>,
 }
 
-/// Requests of a file with a line for each: a number for the way its answer ended, 1 for the last request of a session and else 0,
-/// and the numbers of its blocks.
+/// Reads requests from a file with a line for each: a number for the way its answer ended, 1 for the last
+/// request of a session or 0, and the numbers of its blocks.
 pub(crate) fn read(path: &str) -> Vec<Request> {
     let text = fs::read_to_string(path).expect("a readable file");
     let hash = |number: &str| {
@@ -47,7 +48,7 @@ pub(crate) fn read(path: &str) -> Vec<Request> {
     text.lines().map(request).collect()
 }
 
-/// Blocks found by blocks asked for, the first quarter of the requests not counted.
+/// Returns blocks found by blocks requested, the first quarter of the requests not counted.
 pub(crate) fn share(cache: &mut dyn Cache, requests: &[Request], gpu_blocks: usize) -> f64 {
     replay(cache, requests, gpu_blocks, |_, _| {})
 }
@@ -86,7 +87,7 @@ fn replay_tier(mut tier: Tier, requests: &[Request], gpu_blocks: usize) -> Repla
 // === impl Report ===
 
 impl Report {
-    /// All rooms of a trace, which is called `name`.
+    /// Replays a trace called `name` in all rooms.
     pub(crate) fn replay(&mut self, name: &str, requests: &[Request]) {
         self.rooms(name, requests, |_| 0, Tier::new);
         self.rooms(&format!("{name}_gpu"), requests, |room| room / ROOM_BY_GPU, Tier::new);

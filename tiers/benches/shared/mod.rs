@@ -1,4 +1,4 @@
-//! Rooms that are shared: by two namespaces, one of them with a quota, and by two pods that read from each other.
+//! Shared rooms: by two namespaces, one of them with a quota, and by two pods with reads from each other.
 
 use shm_protocol::key::{BlockHash, BlockKey};
 use tiers::dram::{HolderId, Whose};
@@ -9,20 +9,20 @@ use shm_protocol::random::Random;
 
 /// A quota is one of so many parts of the room.
 const QUOTA_PART: usize = 4;
-/// One request of so many goes to the pod that did not serve its conversation.
+/// One request of so many goes to the pod without its conversation.
 const STRAYS_ONE_IN: u64 = 10;
 
-/// What the owner of blocks does when a peer has read them.
+/// The owner's record of a peer's read.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 enum OwnerCounts {
     Nothing,
-    /// They were used as of now.
+    /// The blocks were used as of now.
     Touch,
-    /// A request has used them.
+    /// A request has used the blocks.
     Use,
 }
 
-/// Blocks found and asked for, of each half.
+/// Blocks found and requested, of each half.
 #[derive(Debug, Default)]
 struct Halves {
     found: [usize; 2],
@@ -46,13 +46,13 @@ impl Halves {
     }
 }
 
-/// Which half of the conversations a request belongs to: all begin with the same block.
+/// Returns the half of the conversations of a request: all begin with the same block.
 fn half(chain: &[BlockHash]) -> usize {
     let own = chain.get(1).unwrap_or(&chain[0]);
     (own.words()[0] >> 7 & 1) as usize
 }
 
-/// The blocks of a namespace of its own.
+/// Returns the request with the blocks of a separate namespace.
 fn apart(Request { chain, ending }: &Request, half: usize) -> Request {
     let chain = chain
         .iter()
@@ -75,7 +75,7 @@ fn quota_of_tier(room: usize, requests: &[Request]) -> Halves {
     })
 }
 
-/// LRU of each namespace, the oldest of both goes where the room is full.
+/// LRU of each namespace; the oldest block of both goes if the room is full.
 fn quota_of_lru(room: usize, requests: &[Request]) -> Halves {
     let mut parts = [Lru::new(room), Lru::new(room / QUOTA_PART)];
     let mut clock = 0;
@@ -104,7 +104,8 @@ fn halves(requests: &[Request], mut request: impl FnMut(usize, &Request) -> usiz
     counted
 }
 
-/// Calls `request` with the pod that serves each chain, one in ten not that of its conversation.
+/// Calls `request` with the pod serving each chain; one chain in ten goes to the pod without its
+/// conversation.
 fn routed(requests: &[Request], mut request: impl FnMut(usize, &Request) -> usize) -> Halves {
     let mut random = Random(1);
     let mut counted = Halves::default();
@@ -123,7 +124,7 @@ fn key(hash: BlockHash) -> BlockKey {
     BlockKey { namespace: 0, group: 0, hash }
 }
 
-/// Two tiers that read from each other.
+/// Two tiers with reads from each other.
 fn pods_of_tiers(room: usize, requests: &[Request], counts: OwnerCounts, keeps: bool) -> Halves {
     let mut pods = [Tier::new(room / 2), Tier::new(room / 2)];
     routed(requests, |pod, Request { chain, ending }| {
@@ -168,7 +169,7 @@ fn pods_of_tiers(room: usize, requests: &[Request], counts: OwnerCounts, keeps: 
     })
 }
 
-/// Two LRUs that read from each other, and keep what they read.
+/// Two LRUs with reads from each other, keeping the read blocks.
 fn pods_of_lru(room: usize, requests: &[Request], counts: bool) -> Halves {
     let mut pods = [Lru::new(room / 2), Lru::new(room / 2)];
     routed(requests, |pod, Request { chain, .. }| {

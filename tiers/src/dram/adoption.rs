@@ -1,14 +1,14 @@
-//! Taking over what an earlier life of the sidecar left in the pool.
+//! Adoption of the blocks left in the pool by an earlier life of the sidecar.
 //!
-//! An engine of that life may still copy blocks that were leased to it, from its own mapping of the same file, and a
-//! copy of the dead process may still be on its way into a slot that was being filled. So, while the hold lasts, only
-//! slots that were free are filled: nothing is evicted, no segment changes its block size.
+//! An engine of that life may still copy blocks leased to it, from its own mapping of the same file, and a
+//! copy of the dead process may still be on its way into a slot being filled then. So, while the hold lasts,
+//! only free slots are filled: no block is evicted, no segment changes its block size.
 //!
-//! A block's bytes may have been changed between two lives: it is found by nobody, and keeps its slot, until the caller has
-//! verified it. Those asked for come first, the others in the order they lie in.
+//! A block's bytes may have changed between two lives. The block keeps its slot, but no lookup finds it until
+//! the caller has verified it. Blocks of queries are verified first, the others in the order of their slots.
 //!
-//! Uses of blocks by the earlier life are not recorded. Adopted blocks have the sort of shared ones, in the order of their slots:
-//! new blocks without a use go before them, and adopted blocks with a use stay.
+//! Uses of blocks by the earlier life are not recorded. Adopted blocks have the sort of shared blocks, in the
+//! order of their slots: new blocks without a use go before them, and adopted blocks with a use stay.
 
 use std::collections::VecDeque;
 
@@ -19,28 +19,28 @@ use super::{Dram, QuotaId, Whose};
 use crate::entries::{Entry, Place, State};
 use crate::index::Print;
 
-/// How long slots that an earlier life had in use keep their bytes: as long as an engine keeps an earlier pool mapped,
-/// a thousand times what its rescue takes.
+/// How long slots in use by an earlier life keep their bytes: as long as an engine keeps an earlier pool
+/// mapped, a thousand times the time of its own copies of loads.
 pub const HOLD_MS: u64 = 5_000;
 
-/// Slots that one call frees once the hold is over: engines are answered in between.
+/// Most slots freed by one call once the hold is over: engines are answered in between.
 const FREED_AT_ONCE: usize = 8192;
 
-/// Keeps what was adopted in its place for a while.
+/// Keeps adopted blocks in their slots for a while.
 #[derive(Debug)]
 pub(super) struct Hold {
     ms: u64,
-    /// Until when; `None` once it is over, or where nothing was adopted.
+    /// The end of the hold; `None` once it is over, or without adopted segments.
     until_ms: Option<u64>,
-    /// Slots that held no whole block: free after the hold, some at a time. Each keeps its segment until then.
+    /// Slots without a whole block: freed after the hold, some at a time. Each keeps its segment until then.
     debris: Vec<u32>,
-    /// Blocks that were removed meanwhile: the same, each pinned until then.
+    /// Blocks removed during the hold: freed in the same way, each pinned until then.
     removed: Vec<u32>,
-    /// Blocks to be verified, in their order, and some that have been since.
+    /// Blocks to be verified, in their order, and some verified since.
     unverified: VecDeque<u32>,
 }
 
-/// Takes the last entries of a list, so many at most.
+/// Takes the last entries of a list, `most` at most.
 fn some_of(entries: &mut Vec<u32>, most: usize) -> Vec<u32> {
     entries.split_off(entries.len().saturating_sub(most))
 }
@@ -60,13 +60,14 @@ impl Hold {
 // === impl Dram: adoption ===
 
 impl Dram {
-    /// Takes a segment into service in which nothing is.
+    /// Takes an empty segment into service.
     pub fn open_empty(&mut self, segment: u64) {
         self.slab.add_fresh(segment as usize);
     }
 
-    /// Takes a segment into service that an earlier life gave to blocks of `block_bytes`; its slots follow, each by one
-    /// [`Dram::adopt`]. False, and the segment stays out of service, where no sidecar can have done so.
+    /// Takes a segment into service that an earlier life gave to blocks of `block_bytes`; its slots follow,
+    /// each by one [`Dram::adopt`]. Returns false, and leaves the segment out of service, if no sidecar can
+    /// have given it so.
     #[must_use = "slots of a segment that is not in service are not there"]
     pub fn open_used(&mut self, segment: u64, block_bytes: u64, now_ms: u64) -> bool {
         let Ok(geometry) = Geometry::new(self.config.segment_bytes, block_bytes) else { return false };
@@ -76,8 +77,9 @@ impl Dram {
         true
     }
 
-    /// Takes over slot `index` of a segment in service with what it holds; `namespace` numbers a block's digest, `quota`
-    /// is what it counts to, whether there is room in it or not. It is nobody's until it is used. False if there is no such slot.
+    /// Adopts slot `index` of a segment in service. `namespace` is the number of the block's digest. The
+    /// block counts to `quota`, even without room there, and to no holder until it is used. Returns false if
+    /// there is no such slot.
     pub fn adopt(
         &mut self,
         segment: u64,
@@ -102,7 +104,8 @@ impl Dram {
 
     fn adopt_block(&mut self, id: u32, generation: u64, key: BlockKey, quota: Option<QuotaId>) {
         let print = Print::of(&key);
-        // The key has a group of no engine, or was filled again in this life, or is twice in a file not written by a sidecar.
+        // The key has a group of no engine, or was filled again in this life, or is twice in a file not
+        // written by a sidecar.
         if key.group > Entry::GROUP_MAX
             || self.index.find(print, |id| self.slab.entries.get(id).key() == key).is_some()
         {
@@ -133,19 +136,19 @@ impl Dram {
         self.hold.debris.push(id);
     }
 
-    /// Whether a block is an earlier life's and nobody has begun to verify it.
+    /// True if a block is of an earlier life and its verification has not begun.
     pub fn is_adopted(&self, key: &BlockKey) -> bool {
         self.find_adopted(key).is_some()
     }
 
-    /// Such a block is verified from now on: [`Dram::end_verification`] follows.
+    /// Begins the verification of such a block: [`Dram::end_verification`] follows.
     pub fn begin_verification(&mut self, key: &BlockKey) -> Option<SlotRef> {
         let id = self.find_adopted(key)?;
         self.slab.entries.get_mut(id).set_state(State::Verifying);
         Some(self.slab.slot_ref(id))
     }
 
-    /// The same of the next one that nobody has asked for.
+    /// Does the same for the next block without a query for it.
     pub fn begin_next_verification(&mut self) -> Option<(BlockKey, SlotRef)> {
         while let Some(id) = self.hold.unverified.pop_front() {
             // A slot whose block was discarded may be in a segment of another size by now.
@@ -158,7 +161,8 @@ impl Dram {
         None
     }
 
-    /// A block was verified: it is found from now on, or its slot is free once the hold is over.
+    /// Ends a verification: lookups find a whole block from now on; the slot of another one is free once the
+    /// hold is over.
     pub fn end_verification(&mut self, slot: SlotRef, whole: bool) {
         let id = self.slab.find(slot).expect("a block that is verified stays in its slot");
         let entry = self.slab.entries.get_mut(id);
@@ -174,7 +178,7 @@ impl Dram {
         self.policy.adopt(&mut self.slab, id);
     }
 
-    /// Discards the adopted blocks of a namespace that nobody has begun to verify.
+    /// Discards a namespace's adopted blocks whose verification has not begun.
     pub(super) fn discard_namespace(&mut self, namespace: u32) {
         let entries = &self.slab.entries;
         let meant = |id: &u32| {
@@ -199,7 +203,8 @@ impl Dram {
         self.stats.unverified_blocks -= 1;
     }
 
-    /// An engine of the earlier life may still copy the block.
+    /// Discards a block. During the hold its slot is not reused: an engine of the earlier life may still copy
+    /// the block.
     fn discard(&mut self, id: u32) {
         self.leave_unverified(id);
         self.vacated(id, self.slab.block_bytes(id));
@@ -212,7 +217,7 @@ impl Dram {
         }
     }
 
-    /// Once the hold is over, frees some of the slots that it kept.
+    /// Frees some of the kept slots once the hold is over.
     pub(super) fn end_hold(&mut self, now_ms: u64) {
         if self.hold.until_ms.is_some_and(|until_ms| now_ms < until_ms) {
             return;
@@ -232,12 +237,12 @@ impl Dram {
         }
     }
 
-    /// Whether blocks may give way to others: none does while an engine of the earlier life may still read it.
+    /// True if blocks may be evicted: none is while an engine of the earlier life may still read it.
     pub fn may_evict(&self) -> bool {
         !self.hold.lasts()
     }
 
-    /// Keeps a removed block's slot as it is until the hold ends, if there is one.
+    /// Keeps a removed block's slot as it is until the hold ends. Returns false without a hold.
     pub(super) fn hold_removed(&mut self, id: u32) -> bool {
         let held = self.hold.lasts() && self.pin_id(id);
         if held {

@@ -1,4 +1,4 @@
-//! What a tier below is told: which blocks go next, and which have gone, with what is known of them.
+//! The interface to a tier below: the blocks to be evicted next and the evicted ones, with their standings.
 
 use std::collections::HashSet;
 
@@ -11,14 +11,14 @@ use crate::slab::Among;
 use crate::standing::SORTS;
 pub use crate::standing::Standing;
 
-/// A tier below, as far as DRAM knows it.
+/// The tier below, as known to DRAM.
 #[derive(Debug, Default)]
 pub(super) struct Below {
     pub(super) bytes: u64,
     gone: Vec<(BlockKey, Standing)>,
 }
 
-/// A block that DRAM has and is to give up.
+/// A kept block to be evicted soon.
 #[derive(Copy, Clone, Debug)]
 pub struct Leaving {
     pub key: BlockKey,
@@ -26,7 +26,7 @@ pub struct Leaving {
     pub standing: Standing,
 }
 
-/// Says of blocks elsewhere which of them goes next.
+/// Chooses the next block to evict from a tier below.
 #[derive(Copy, Clone, Debug)]
 pub struct Judge<'a>(&'a Policy);
 
@@ -40,7 +40,7 @@ impl Below {
         }
     }
 
-    /// Slots of a pool and of what lies below it, where the pool has so many.
+    /// Returns the slots of a pool with `slots` slots and of the tier below it together.
     pub(super) fn room(&self, slots: u64, pool_bytes: u64) -> u64 {
         slots + (u128::from(slots) * u128::from(self.bytes) / u128::from(pool_bytes)) as u64
     }
@@ -49,7 +49,7 @@ impl Below {
 // === impl Judge ===
 
 impl Judge<'_> {
-    /// The one that goes next of entries at lists' tails.
+    /// Returns the block evicted next, among entries at the tails of lists.
     pub(crate) fn least(&self, tails: impl Iterator<Item = (u32, Standing)>) -> Option<u32> {
         self.0.least(tails)
     }
@@ -58,23 +58,24 @@ impl Judge<'_> {
 // === impl Dram: what lies below ===
 
 impl Dram {
-    /// Blocks that DRAM gives up may be kept in so many more bytes below it: they are judged as those of one room. From now on drain
-    /// [`Dram::drain_gone`] after every event.
+    /// Adds bytes of a tier below, to keep evicted blocks: the two tiers are judged as one room. From now on
+    /// drain [`Dram::drain_gone`] after every event.
     pub(crate) fn add_below(&mut self, bytes: u64) {
         self.below.bytes += bytes;
     }
 
-    /// Blocks that were evicted since the last call, in that order.
+    /// Returns blocks evicted since the last call, in that order.
     pub fn drain_gone(&mut self) -> impl Iterator<Item = (BlockKey, Standing)> + '_ {
         self.below.gone.drain(..)
     }
 
-    /// What judges blocks below.
+    /// Returns the judge of blocks below.
     pub fn judge(&self) -> Judge<'_> {
         Judge(&self.policy)
     }
 
-    /// The blocks that go next, in that order, while `bytes` more of each size or in each quota come; `most` of each at most.
+    /// Lists the blocks evicted next, in that order, by `bytes` of new blocks of each size or in each quota;
+    /// at most `most` of each.
     pub fn next_out(&self, bytes: u64, most: usize, out: &mut Vec<Leaving>) {
         let slab = &self.slab;
         let losers = self.ledger.losers(self.ledger.used());
@@ -94,7 +95,7 @@ impl Dram {
         }
     }
 
-    /// All blocks, those that are likeliest to be used again first, and none before its parent.
+    /// Lists all blocks, the likeliest to be used again first, and no block before its parent.
     pub fn best(&self, out: &mut Vec<Leaving>) {
         let mut seen = HashSet::new();
         for sort in (0..SORTS).rev() {

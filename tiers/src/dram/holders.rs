@@ -1,14 +1,14 @@
-//! Whose blocks make room for whose.
+//! Holders of blocks, and evictions of other holders' blocks for a holder's new block.
 
 use super::{Dram, HolderId, Holdings, QuotaId};
 use crate::entries::{Place, State};
 use crate::ledger::Group;
 use crate::slab::Among;
 
-/// What a block counts to.
+/// The holder and the quota charged for a block.
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
 pub struct Whose {
-    /// Who saves it, or sent for it.
+    /// The engine saving the block, or waiting for it from a tier below.
     pub holder: HolderId,
     /// The quota of its namespace.
     pub quota: Option<QuotaId>,
@@ -17,22 +17,22 @@ pub struct Whose {
 // === impl Dram: holders ===
 
 impl Dram {
-    /// A new holder: an engine that will keep blocks.
+    /// Registers a new holder, an engine.
     pub fn enter(&mut self) -> HolderId {
         self.ledger.enter()
     }
 
-    /// A holder is gone. Its leases end by [`Dram::release`]; its blocks stay.
+    /// Ends a holder. Its leases end by [`Dram::release`]; its blocks stay.
     pub fn leave(&mut self, holder: HolderId) {
         self.ledger.leave(holder);
     }
 
-    /// A holder was seen to be at work: for a second from now on the pool is shared with it.
+    /// Notes that a holder was at work: for a second from now on it has a share of the pool.
     pub fn work(&mut self, holder: HolderId, now_ms: u64) {
         self.ledger.work(holder, now_ms);
     }
 
-    /// What a holder holds now.
+    /// Returns the bytes of a holder.
     pub fn holdings(&self, holder: HolderId) -> Holdings {
         self.ledger.holdings(holder)
     }
@@ -41,19 +41,20 @@ impl Dram {
         self.ledger.at_work()
     }
 
-    /// Bytes that a holder may still have filled, leased or promised to it.
+    /// Returns the further bytes a holder may have filled, leased or promised.
     pub fn room(&self, holder: HolderId) -> u64 {
         self.room_without(holder, 0)
     }
 
-    /// The same if so many bytes were leased to it no more.
+    /// Returns the same as if `leased` fewer bytes were leased to it.
     pub(super) fn room_without(&self, holder: HolderId, leased: u64) -> u64 {
         let pinned = (self.stats.bytes_leased + self.ledger.filling()).saturating_sub(leased);
         self.ledger.room(holder, pinned, leased)
     }
 
-    /// Makes a slot of a class free for a holder: of a block of those who may lose one, else of its own. Where those who may have
-    /// none in this class, a segment of theirs changes its class. False if there is no room for it.
+    /// Makes a slot of a class free for a holder: by evicting a block of the holders who may lose one,
+    /// otherwise one of its own. If those holders have none in this class, a segment of theirs changes its
+    /// class. Returns false if there is no room.
     pub(super) fn make_way(&mut self, class: usize, holder: HolderId) -> bool {
         let losers = self.ledger.losers(self.ledger.used());
         if self.evict_next(Among::Class(class), losers) {
@@ -69,8 +70,8 @@ impl Dram {
         may_steal && self.steal(class, |other| other != class)
     }
 
-    /// The class of most blocks of whoever uses the most, if that one would still use no less than `holder` with a segment less,
-    /// and `holder` with one more.
+    /// Returns the main class of the holder with the most bytes. `None` if that holder would have fewer bytes than
+    /// `holder` after losing a segment to it.
     fn class_beyond(&self, class: usize, holder: HolderId, losers: Group) -> Option<usize> {
         let used = self.ledger.used();
         let least = used.of(holder) + 2 * self.config.segment_bytes;
@@ -79,7 +80,7 @@ impl Dram {
         if self.ledger.at_work() < 2 { None } else { self.slab.main_class(beyond, class) }
     }
 
-    /// Takes a segment from another class of which `is_meant` is true; whether there was one.
+    /// Takes a segment from another class accepted by `is_meant`. Returns false if there is none.
     fn steal(&mut self, class: usize, is_meant: impl Fn(usize) -> bool) -> bool {
         let Some(segment) = self.slab.victim(is_meant) else { return false };
         for id in self.slab.blocks(segment) {
@@ -91,14 +92,14 @@ impl Dram {
         true
     }
 
-    /// Evicts the block that goes next of those that these holders have; whether there was one.
+    /// Evicts the next block of these holders. Returns false if there is none.
     pub(super) fn evict_next(&mut self, among: Among, losers: Group) -> bool {
         let victim = self.policy.next(&mut self.slab, among, losers);
         victim.into_iter().for_each(|id| self.evict(id));
         victim.is_some()
     }
 
-    /// Counts the block that an entry gets.
+    /// Charges an entry's new block to its holder and quota.
     pub(super) fn charge(&mut self, id: u32, whose: Whose) {
         let bytes = self.slab.block_bytes(id);
         self.slab.entries.get_mut(id).claims.set_holder(whose.holder);
@@ -108,7 +109,7 @@ impl Dram {
         }
     }
 
-    /// Counts the block that an entry had no more; what it counted to.
+    /// Ends the charge of an entry's block, and returns its holder and quota.
     pub(super) fn discharge(&mut self, id: u32, bytes: u64) -> Whose {
         let holder = self.slab.entries.get(id).claims.holder();
         self.ledger.discharge(holder, bytes);
@@ -116,7 +117,7 @@ impl Dram {
         Whose { holder, quota }
     }
 
-    /// A whole block is another holder's from now on.
+    /// Changes the holder of a whole block.
     pub(super) fn hand_over(&mut self, id: u32, holder: HolderId) {
         let bytes = self.slab.block_bytes(id);
         self.slab.move_to(id, Place::Detached);
@@ -124,7 +125,7 @@ impl Dram {
         self.charge(id, Whose { holder, ..whose });
     }
 
-    /// Panics unless what the ledger says of every holder is what its blocks and leases are. Looks at all of them.
+    /// Panics unless the ledger's numbers of every holder match its blocks and leases. Looks at all of them.
     pub fn audit_ledger(&self) {
         let mut counted = [Holdings::default(); 1 << u8::BITS];
         let segments = 0..self.slab.segments.len();
@@ -145,7 +146,7 @@ impl Dram {
         }
         for id in self.ledger.ids() {
             let (said, counted) = (self.holdings(id), counted[id.index()]);
-            // Holds are counted with leases, and are listed nowhere.
+            // Holds are counted with leases, and no list has them.
             let is_right =
                 said == Holdings { leased: said.leased, ..counted } && said.leased >= counted.leased;
             assert!(is_right, "{id:?}: the ledger says {said:?}, and there is {counted:?}");

@@ -1,5 +1,5 @@
-//! Holds: a block stays in its slot while a disk's transfer needs it there, or a query waits for its neighbours. No lease
-//! stands behind one, and none counts as an access.
+//! Holds: a block stays in its slot while a disk's transfer needs it there, or a query waits for its
+//! neighbours. A hold belongs to no lease and is no access.
 
 use shm_protocol::key::BlockKey;
 use shm_protocol::pool::SlotRef;
@@ -9,8 +9,8 @@ use super::{Dram, HolderId};
 // === impl Dram: holds ===
 
 impl Dram {
-    /// Keeps a block from eviction until [`Dram::unhold`], as often as it is held: as a lease of `holder`'s would, whatever room
-    /// that has. `None` if it is not committed.
+    /// Keeps a block from eviction until [`Dram::unhold`], as often as it is held. It counts as a lease of
+    /// `holder`, even beyond its room. `None` if the block is not committed.
     pub fn hold(&mut self, key: &BlockKey, holder: HolderId) -> Option<SlotRef> {
         let id = self.find(key.namespace, key.group, &key.hash)?;
         let held = self.pin_id(id);
@@ -28,12 +28,12 @@ impl Dram {
         }
     }
 
-    /// Bytes of the block in a slot, if it is still there.
+    /// Returns the bytes of the block in a slot, if it is still there.
     pub fn block_bytes(&self, slot: SlotRef) -> Option<u64> {
         self.slab.find(slot).map(|id| self.slab.block_bytes(id))
     }
 
-    /// Of a block that was just committed: whether it was evicted not long ago, and came back.
+    /// True if a just committed block was evicted not long ago and came back.
     pub fn has_returned(&self, slot: SlotRef) -> bool {
         self.slab.find(slot).is_some_and(|id| self.slab.entries.get(id).has_returned())
     }

@@ -1,4 +1,4 @@
-//! Leases: a run of blocks that an owner may read until every worker has, or its time is over.
+//! Leases: an owner may read a run of blocks until every worker has read it, or the lease's time is over.
 
 use shm_protocol::key::BlockHash;
 use shm_protocol::pool::SlotRef;
@@ -11,9 +11,9 @@ use crate::lease::{Ended, LeaseEnd, LeaseId};
 // === impl Dram: leases ===
 
 impl Dram {
-    /// Leases the leading run of `hashes` that is committed to `owner`, for `workers` workers (1 to [`WORKERS_MAX`]), as far as
-    /// `holder` has room; appends a reference for each to `out`. `None`, and nothing leased, where there is no hit or no table
-    /// entry.
+    /// Leases the leading committed run of `hashes` to `owner`, for `workers` workers (1 to [`WORKERS_MAX`]),
+    /// as far as `holder` has room. Appends a reference for each block to `out`. Returns `None`, and leases
+    /// no block, without a hit or without a table entry.
     #[expect(clippy::too_many_arguments, reason = "a query's fields, and the hot path's reused buffer")]
     pub fn grant(
         &mut self,
@@ -34,7 +34,7 @@ impl Dram {
         Some(lease)
     }
 
-    /// Extends a lease that no worker has used yet by the leading hits of further hashes, and renews it.
+    /// Extends a lease not used by a worker yet by the leading hits of further hashes, and renews it.
     pub fn extend(
         &mut self,
         lease: LeaseId,
@@ -79,7 +79,7 @@ impl Dram {
         Ok(hits)
     }
 
-    /// Gives a lease its whole time again.
+    /// Gives a lease its whole time again. Fails if the lease has expired.
     pub fn renew(&mut self, lease: LeaseId, owner: u64, now_ms: u64) -> Result<(), LeaseError> {
         if self.leases.renew(lease, owner, now_ms)? {
             return Ok(());
@@ -88,7 +88,7 @@ impl Dram {
         Err(LeaseError::Expired)
     }
 
-    /// A load was posted under the lease: it no longer ends by time.
+    /// Notes a load under the lease: the lease no longer ends by time.
     pub fn promise(&mut self, lease: LeaseId, owner: u64) -> Result<(), LeaseError> {
         let (holder, was_promised) = self.leases.whose(lease, owner)?;
         self.leases.promise(lease, owner)?;
@@ -100,8 +100,8 @@ impl Dram {
         Ok(())
     }
 
-    /// Makes a promised lease of one hold on each of these slots, which ends with it. `None`, and they stay held, where one of the
-    /// blocks was removed, or there is no table entry.
+    /// Turns one hold on each of these slots into a promised lease; the holds end with it. Returns `None`,
+    /// and the slots stay held, if one of the blocks was removed, or without a table entry.
     pub fn promise_held(
         &mut self,
         owner: u64,
@@ -119,8 +119,8 @@ impl Dram {
         Some(lease)
     }
 
-    /// How many blocks of a lease, from its first on, its holder has room for: all of them, unless others are at work that were not
-    /// when it was granted.
+    /// Returns the number of a lease's first blocks in its holder's room: all of them, unless other holders
+    /// began to work since the grant.
     pub fn fitting(&self, lease: LeaseId, owner: u64) -> Result<usize, LeaseError> {
         let (holder, _) = self.leases.whose(lease, owner)?;
         let entries = self.leases.entries(lease, owner)?;
@@ -137,7 +137,8 @@ impl Dram {
         entries.iter().map(|id| self.slab.block_bytes(*id)).sum()
     }
 
-    /// Keeps only blocks `first..first + count` leased, as far as there are such; the load uses no more.
+    /// Keeps blocks `first..first + count` leased, as far as there are such, and ends the lease of the
+    /// others.
     pub fn truncate(
         &mut self,
         lease: LeaseId,
@@ -154,7 +155,7 @@ impl Dram {
         Ok(())
     }
 
-    /// References of a lease's blocks, in the order of the query.
+    /// Returns references of a lease's blocks, in the order of the query.
     pub fn slots(
         &self,
         lease: LeaseId,
@@ -163,7 +164,8 @@ impl Dram {
         Ok(self.leases.entries(lease, owner)?.iter().map(|id| self.slab.slot_ref(*id)))
     }
 
-    /// `worker` has ended its load. Each may do so once; true when it was the last and the lease has ended.
+    /// Ends `worker`'s load; each worker may do so once. Returns true for the last one: then the lease has
+    /// ended.
     pub fn consume(&mut self, lease: LeaseId, owner: u64, worker: u32) -> Result<bool, LeaseError> {
         let ended = self.leases.consume(lease, owner, worker)?;
         Ok(ended.map(|ended| self.end(ended)).is_some())
@@ -175,8 +177,8 @@ impl Dram {
         Ok(())
     }
 
-    /// Ends all leases whose time is up; how many. Where none is, it looks at one lease. Ends the hold of what was
-    /// adopted, too.
+    /// Ends all leases whose time is up, and returns their number. If none is due, it looks at one lease.
+    /// Ends the hold of adopted blocks, too.
     pub fn expire(&mut self, now_ms: u64) -> usize {
         self.end_hold(now_ms);
         let mut expired = 0;
@@ -187,12 +189,12 @@ impl Dram {
         expired
     }
 
-    /// How leases of blocks ended since the last call, and when each was granted.
+    /// Returns the ends of blocks' leases since the last call, each with the time of its grant.
     pub fn drain_ended_leases(&mut self) -> impl Iterator<Item = (LeaseEnd, u64)> + '_ {
         self.leases.drain_ends()
     }
 
-    /// False if the block has as many leases and holds as can be counted.
+    /// Pins a block. Returns false if the count of its leases and holds is at its limit.
     pub(super) fn pin_id(&mut self, id: u32) -> bool {
         let entry = self.slab.entries.get_mut(id);
         let Some(pins) = entry.claims.pin() else { return false };
@@ -203,7 +205,7 @@ impl Dram {
         true
     }
 
-    /// Whether that was the last lease or hold of the block.
+    /// Unpins a block. Returns true if that was its last lease or hold.
     pub(super) fn unpin_id(&mut self, id: u32) -> bool {
         let last = self.slab.entries.get_mut(id).claims.unpin() == 0;
         if last {
@@ -216,7 +218,7 @@ impl Dram {
     fn unpin_all(&mut self, ended: &mut Ended) {
         let bytes = self.bytes_of(&ended.entries);
         self.ledger.unlease(ended.holder, ended.is_promised, bytes);
-        // An access of each, and of the deepest first.
+        // Each is an access, the deepest first.
         ended.entries.reverse();
         ended.entries.retain(|id| self.unpin_id(*id) && !self.free_removed(*id));
         self.policy.touch(&mut self.slab, &ended.entries);

@@ -1,4 +1,4 @@
-//! Finding blocks: side by side, so that what is far away is waited for once; and what using them means for what stays.
+//! Finding blocks side by side, so their cache misses overlap; and recording uses of blocks.
 
 use std::hint::black_box;
 
@@ -9,16 +9,16 @@ use super::{Dram, Ending, HolderId};
 use crate::entries::{Entry, State};
 use crate::index::{Bucket, NO_ENTRY, Print};
 
-/// Keys looked up side by side, so that their cache misses overlap: more than the misses a core keeps in flight, few
-/// enough that a run that ends early wastes little.
+/// Keys looked up side by side, so their cache misses overlap: more than a core's misses in flight, and few
+/// enough so an early end of a run wastes little.
 const BATCH: usize = 64;
-/// Entries of slots no further apart than this lie within some cache lines, which a core loads ahead.
+/// Entries of slots no further apart than this lie within some cache lines; a core prefetches these.
 const NEAR: u32 = 8;
 
 // === impl Dram: look-ups ===
 
 impl Dram {
-    /// The leading run of `hashes` that is committed, which is used as of now. No lease.
+    /// Returns the length of the leading committed run of `hashes`, and records its use. No lease.
     pub fn probe(&mut self, namespace: u32, hashes: &[BlockHash]) -> usize {
         self.chain.clear();
         self.leading_hits(namespace, hashes, |dram, id| {
@@ -30,7 +30,7 @@ impl Dram {
         self.chain.len()
     }
 
-    /// Whether each of `hashes` is committed, one answer appended to `found` for each. No access.
+    /// Appends an answer for each of `hashes` to `found`: true if it is committed. No access.
     pub fn lookup(&self, namespace: u32, hashes: &[BlockHash], found: &mut Vec<bool>) {
         for batch in hashes.chunks(BATCH) {
             let ids = self.find_batch(namespace, batch);
@@ -38,7 +38,8 @@ impl Dram {
         }
     }
 
-    /// A request computes on these blocks, wherever it found them: those that are committed are used as of now.
+    /// Records the use of these blocks by a request, for every source of the blocks: the committed ones are
+    /// used as of now.
     pub fn use_run(&mut self, namespace: u32, hashes: &[BlockHash]) {
         let mut child_kept = false;
         self.chain.clear();
@@ -50,8 +51,8 @@ impl Dram {
         self.policy.touch(&mut self.slab, &self.chain);
     }
 
-    /// The request with these keys is over: what is kept of them is sorted by how it ended. Blocks whose holder is gone are
-    /// `holder`'s from now on.
+    /// Ends the request with these keys: its kept blocks are sorted by its ending. Blocks whose holder is
+    /// gone belong to `holder` from now on.
     pub fn end_chain(&mut self, holder: HolderId, namespace: u32, hashes: &[BlockHash], ending: Ending) {
         if hashes.is_empty() || self.slab.assigned() == 0 {
             return;
@@ -74,8 +75,8 @@ impl Dram {
         self.policy.used(&mut self.slab, &self.chain, turn, own);
     }
 
-    /// Calls `take` for every block of a chain, with its entry if it is committed, the deepest first: of what is then put at a list's
-    /// head in this order, parents come to lie before their children.
+    /// Calls `take` for every block of a chain, the deepest first, with its entry if it is committed. In this
+    /// order of moves to a list's head, parents come to lie before their children.
     fn deepest_first(
         &mut self,
         namespace: u32,
@@ -90,8 +91,9 @@ impl Dram {
                 take(self, (*id != NO_ENTRY).then_some(*id));
             }
             rest = before;
-            // A chain that was moved before lies in one list, each block behind its parent, and mostly in neighbouring slots. There
-            // the index is not asked. Entries that lie apart it finds faster, since their cache misses overlap.
+            // A chain moved before lies in one list, each block behind its parent, and mostly in neighbouring
+            // slots. There the code follows the links without the index. For entries further apart the index
+            // is faster, since its cache misses overlap.
             let mut child = ids[0];
             let mut ahead = self.slab.entries.get_or_vacant(child).link.previous;
             while let Some((hash, before)) = rest.split_last() {
@@ -105,12 +107,12 @@ impl Dram {
         }
     }
 
-    /// Slots once every segment has blocks, about.
+    /// Estimates the number of slots with blocks in every segment.
     fn slots_in_service(&self) -> u64 {
         self.slab.slots() * self.stats.segments / (self.slab.assigned() as u64).max(1)
     }
 
-    /// Calls `take` for every block of the leading run, until it says false.
+    /// Calls `take` for every block of the leading run, until it returns false.
     pub(super) fn leading_hits(
         &mut self,
         namespace: u32,
@@ -127,9 +129,9 @@ impl Dram {
         }
     }
 
-    /// The committed entries of up to [`BATCH`] keys. Each of the two loads that miss the cache, bucket and entry, is
-    /// first done for all keys in a loop that does nothing else: then the core keeps some twenty misses in flight, and
-    /// the loops that compare find everything near.
+    /// Returns the committed entries of up to [`BATCH`] keys. Each of the two loads outside of the cache,
+    /// bucket and entry, first runs for all keys in a loop of its own. Then the core keeps some twenty misses
+    /// in flight, and the comparing loops find all words near.
     fn find_batch(&self, namespace: u32, hashes: &[BlockHash]) -> [u32; BATCH] {
         let mut homes = [(Print::default(), Bucket::NONE); BATCH];
         for (home, hash) in homes.iter_mut().zip(hashes) {
@@ -169,7 +171,7 @@ impl Dram {
         self.slab.entries.get_or_vacant(id).is_committed_as(namespace, group, hash)
     }
 
-    /// The slot of a block that is being filled.
+    /// Returns the slot of a block being filled.
     pub fn filling(&self, key: &BlockKey) -> Option<SlotRef> {
         let entries = &self.slab.entries;
         let id = self.index.find(Print::of(key), |id| entries.get(id).key() == *key)?;

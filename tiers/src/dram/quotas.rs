@@ -1,35 +1,35 @@
-//! What may take how much: a quota's blocks make room for its next ones.
+//! Quotas: limits of bytes, within which a quota's blocks make room for its next ones.
 //!
-//! Which namespaces count to a quota is the caller's to say, with every block. A quota is a limit and no reservation: below it
-//! a block takes its room from whoever the policy names.
+//! The caller states the quota of every block's namespace. A quota is a limit and no reservation: below it a
+//! block's room comes from any holder chosen by the policy.
 
 use super::{Dram, FillError, HolderId, QuotaId};
 use crate::ledger::Group;
 use crate::quota::Quota;
 use crate::slab::Among;
 
-/// Blocks that one filling evicts at most for its quota: one, unless block sizes differ or an earlier life had a larger quota.
-/// Bounds such a filling to some 50 us; the next ones go on.
+/// Most blocks evicted by one filling for its quota: one is enough, unless block sizes differ or an earlier
+/// life had a larger quota. It bounds such a filling to some 50 us; the next fillings go on.
 const EVICTIONS_MAX: u32 = 64;
 
-/// How full a quota is.
+/// The fill level of a quota.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct QuotaStats {
-    /// Bytes that its blocks may take.
+    /// The limit for the bytes of its blocks.
     pub bytes_max: u64,
-    /// Bytes that they take, those being filled too.
+    /// The bytes of its blocks, those being filled too.
     pub bytes_used: u64,
 }
 
 // === impl Dram: quotas ===
 
 impl Dram {
-    /// A further quota, before the first block comes.
+    /// Adds a quota, before the first block comes.
     pub fn add_quota(&mut self, bytes_max: u64) -> QuotaId {
         self.slab.quotas_mut().add(bytes_max)
     }
 
-    /// How full a quota is.
+    /// Returns the fill level of a quota.
     pub fn quota(&self, quota: QuotaId) -> QuotaStats {
         let quota = self.quota_of(quota);
         QuotaStats { bytes_max: quota.bytes_max, bytes_used: quota.used.all() }
@@ -44,7 +44,8 @@ impl Dram {
         self.slab.quotas.as_ref().expect("an id was given out with a quota").get(quota)
     }
 
-    /// Evicts of a quota's blocks until there is room in it for another of a holder. A quota is shared as the pool is.
+    /// Evicts blocks of a quota until it has room for another block of a holder. A quota is shared as the
+    /// pool is.
     pub(super) fn make_room(
         &mut self,
         quota: QuotaId,

@@ -1,7 +1,8 @@
-//! Removal: blocks that turned out not to be what their key says, and room for the bytes that tell so.
+//! Removal of blocks whose KV does not match their key, and room for the bytes that show this.
 //!
-//! A removed block is found by nobody from then on. Where it is leased or held its bytes stay in place until nothing needs
-//! them, and only then is its slot free. Until then the slot is disowned: a process that is killed leaves the block to no later life.
+//! No lookup finds a removed block from then on. A leased or held one keeps its bytes in place until its last
+//! lease or hold ends, and only then is its slot free. Until then the slot is disowned: after a sudden death
+//! of the process no later life adopts the block.
 
 use shm_protocol::key::BlockKey;
 use shm_protocol::pool::SlotRef;
@@ -12,15 +13,16 @@ use crate::entries::{Place, State};
 // === impl Dram: removal ===
 
 impl Dram {
-    /// Takes a committed block away; whether there was one. [`Dram::end_removal`] follows the last of several.
+    /// Removes a committed block; returns false if there is none. Call [`Dram::end_removal`] after the last
+    /// of several.
     pub fn remove(&mut self, key: &BlockKey) -> bool {
         let found = self.find(key.namespace, key.group, &key.hash);
         found.into_iter().for_each(|id| self.remove_entry(id));
         found.is_some()
     }
 
-    /// The same for every block of a namespace; how many. Looks at every slot: 10 ms for each 64 MB of entries, and 0.2 us
-    /// for each block that it removes.
+    /// Removes every block of a namespace, and returns their number. Looks at every slot: 10 ms for each 64
+    /// MB of entries, and 0.2 us for each removed block.
     pub fn remove_namespace(&mut self, namespace: u32) -> usize {
         let here = |id: &u32| self.slab.entries.get(*id).key().namespace == namespace;
         let segments = 0..self.slab.segments.len();
@@ -45,12 +47,12 @@ impl Dram {
         }
     }
 
-    /// Slots that stay as they are although their blocks were removed, since the last call: no later life may adopt them.
+    /// Returns slots of removed blocks whose bytes stay, since the last call: no later life may adopt them.
     pub fn drain_disowned(&mut self) -> impl Iterator<Item = SlotRef> + '_ {
         self.disowned.drain(..)
     }
 
-    /// Ends every lease under which a removed block could still be loaded. Loads that were posted go on.
+    /// Ends every lease for loads of a removed block. Posted loads go on.
     pub fn end_removal(&mut self) {
         let entries = &self.slab.entries;
         for (lease, owner) in self.leases.timed_with(|id| entries.get(id).state() == State::Removed) {
@@ -58,7 +60,7 @@ impl Dram {
         }
     }
 
-    /// Frees the slot of a block that was removed and that nothing pins; whether it was removed.
+    /// Frees the slot of a removed block without pins. Returns false if the block was not removed.
     pub(super) fn free_removed(&mut self, id: u32) -> bool {
         if self.slab.entries.get(id).state() != State::Removed {
             return false;

@@ -34,7 +34,7 @@ fn begin(dram: &mut Dram, number: u64, block_bytes: u64) -> Result<SlotRef, Fill
     dram.begin_fill(key(number), block_bytes, Whose::default())
 }
 
-/// Generations of the slots that were freed since the last look.
+/// Returns generations of the slots freed since the last call.
 fn freed(dram: &mut Dram) -> Vec<u64> {
     dram.drain_evicted().map(|slot| slot.generation).collect()
 }
@@ -120,7 +120,7 @@ struct Held {
     workers: u32,
     promised: bool,
     deadline_ms: u64,
-    /// Why it does not serve any more.
+    /// The reason why it is no longer valid.
     over: Option<LeaseError>,
     slots: Vec<SlotRef>,
 }
@@ -130,9 +130,9 @@ struct Model {
     blocks: HashMap<u64, Block>,
     leases: Vec<Held>,
     holds: Vec<SlotRef>,
-    /// Removed blocks whose bytes something still holds in place.
+    /// Removed blocks whose bytes a lease or hold keeps in place.
     removed: Vec<Block>,
-    /// Slots of removed blocks that the tier has not told of as free.
+    /// Slots of removed blocks not yet reported as free.
     untold: HashSet<SlotRef>,
     segments: BTreeMap<u64, u64>,
     generation: u64,
@@ -148,12 +148,12 @@ impl Model {
         Self { dram, blocks, leases, holds, removed, untold, segments, generation: 0, now_ms: 0, evicted: 0 }
     }
 
-    /// Blocks that have a slot.
+    /// Returns the blocks with a slot.
     fn placed(&self) -> impl Iterator<Item = &Block> {
         self.blocks.values().chain(&self.removed)
     }
 
-    /// Slots that something holds in place.
+    /// Returns the slots kept in place by a lease or hold.
     fn leased(&self) -> HashSet<SlotRef> {
         let live = self.leases.iter().filter(|lease| lease.over.is_none());
         live.flat_map(|lease| &lease.slots).chain(&self.holds).copied().collect()
@@ -164,7 +164,7 @@ impl Model {
         (first..first + count).map_while(|number| committed(number).map(|block| block.slot)).collect()
     }
 
-    /// What a lease call must answer, before anything particular to the call.
+    /// Returns the expected answer of a lease call, before any error particular to the call.
     fn answer(&self, lease: usize, owner: u64) -> Option<(usize, Result<(), LeaseError>)> {
         let at = lease.checked_rem(self.leases.len())?;
         let held = &self.leases[at];
@@ -368,7 +368,7 @@ impl Model {
         }
     }
 
-    /// A renewal in the model: a lease that is due expires, with all others that are.
+    /// A renewal in the model: a due lease expires, with all other due ones.
     fn renewed(&mut self, at: usize) -> Result<(), LeaseError> {
         let lease = &mut self.leases[at];
         if lease.promised || lease.deadline_ms > self.now_ms {
@@ -511,7 +511,8 @@ fn a_new_block_size_takes_a_whole_segment_from_the_largest_class() {
     assert_eq!(Model::segment(slot), 1);
     assert_eq!(dram.drain_assigned().collect::<Vec<_>>(), [Assigned { segment: 1, block_bytes: 2_000_000 }]);
     assert_eq!(dram.drain_evicted().count(), 3);
-    // Its own only slot goes before another's segment; with it leased and the others too, there is no room.
+    // Its own only slot goes before another segment's slot; with it leased and the others too, there is no
+    // room.
     dram.grant(1, NOBODY, 1, 7, &hashes(100..101), 0, &mut out).expect("a hit");
     assert_eq!(begin(&mut dram, 101, 2_000_000), Err(FillError::NoSpace));
 }
@@ -574,7 +575,7 @@ fn whole(number: u64, generation: u64) -> Remains {
     Remains::Block { generation, namespace: NamespaceDigest([1; 16]), group: 0, hash: hash(number) }
 }
 
-/// A tier of two segments, the first with what an earlier life left in it: three slots.
+/// A tier of two segments, the first with the three slots of an earlier life.
 fn adopted(remains: [Remains; 3]) -> Dram {
     let config = Config { pool_bytes: 2 * SEGMENT, segment_bytes: SEGMENT, lease_ttl_ms: TTL_MS };
     let mut dram = Dram::unopened(config, HOLD).expect("sizes");
@@ -588,7 +589,7 @@ fn adopted(remains: [Remains; 3]) -> Dram {
     dram
 }
 
-/// Finds every block that was adopted whole.
+/// Verifies every adopted block as whole.
 fn verify_all(dram: &mut Dram) {
     while let Some((_, slot)) = dram.begin_next_verification() {
         dram.end_verification(slot, true);
@@ -614,13 +615,13 @@ fn a_block_of_an_earlier_life_is_found_once_it_is_verified() {
     let stats = dram.stats();
     assert_eq!((stats.blocks, stats.adopted_blocks_total, stats.unverified_blocks), (1, 1, 1));
     assert_eq!(stats.bytes_used, 2 * SIZES[0]);
-    // An engine of the earlier life may still read what is not kept.
+    // An engine of the earlier life may still read the lost block.
     dram.expire(1000 + HOLD - 1);
     assert_eq!((dram.drain_evicted().count(), begin(&mut dram, 2, SIZES[0])), (0, Err(FillError::NoSpace)));
     dram.expire(1000 + HOLD);
     assert_eq!(freed(&mut dram), [6]);
     assert!(begin(&mut dram, 2, SIZES[0]).is_ok());
-    // What is not verified yet keeps its slot; after the hold a changed block's is free at once.
+    // An unverified block keeps its slot; after the hold a changed block's slot is free at once.
     assert!(begin(&mut dram, 8, SIZES[0]).is_ok(), "the verified one goes");
     assert_eq!(freed(&mut dram), [5]);
     assert_eq!(begin(&mut dram, 9, SIZES[0]), Err(FillError::NoSpace));
@@ -690,7 +691,7 @@ fn a_key_is_kept_once_whoever_wrote_it_twice() {
     let mut dram = adopted([whole(1, 5), whole(1, 6), whole(1, 7)]);
     verify_all(&mut dram);
     assert_eq!((dram.stats().blocks, dram.stats().adoption_dropped_total), (1, 2));
-    // Saved anew before its segment came into service.
+    // Saved again before its segment came into service.
     dram.open_empty(1);
     let slot = begin(&mut dram, 2, SIZES[0]).expect("a new segment");
     assert!(dram.commit(slot));

@@ -1,13 +1,13 @@
-//! A walk over all blocks, some slots at a time: for who counts or removes blocks while engines are served.
+//! A walk over all blocks, some slots at a time, to count or remove blocks while engines are served.
 
 use shm_protocol::key::BlockKey;
 
 use super::Dram;
 
-/// Slots that one step looks at: half a megabyte of entries, some tenths of a millisecond.
+/// Slots looked at by one step: half a megabyte of entries, some tenths of a millisecond.
 const SLOTS: usize = 8192;
 
-/// Where a walk goes on.
+/// The next place of a walk.
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
 pub struct Walk {
     segment: usize,
@@ -17,8 +17,8 @@ pub struct Walk {
 // === impl Dram: walking ===
 
 impl Dram {
-    /// Shows the blocks that can be found in the next slots; where to go on, `None` at the pool's end. What comes or goes between
-    /// two steps may be shown or not, all else is shown once.
+    /// Passes the findable blocks of the next slots to `see`. Returns the next place, `None` at the pool's
+    /// end. Blocks that come or go between two steps may be seen or not, all others are seen once.
     pub fn walk(&self, from: Walk, mut see: impl FnMut(&BlockKey)) -> Option<Walk> {
         let Walk { mut segment, mut slot } = from;
         let mut left = SLOTS;

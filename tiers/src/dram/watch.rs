@@ -1,4 +1,4 @@
-//! What changes of the blocks in DRAM: [`crate::watch`].
+//! Changes of the set of blocks in DRAM: [`crate::watch`].
 
 use shm_protocol::key::BlockKey;
 
@@ -7,14 +7,14 @@ use super::Dram;
 // === impl Dram: watching ===
 
 impl Dram {
-    /// Notes from now on what changes: blocks that are there already are never told of. The log grows until
+    /// Notes changes from now on, but not the blocks already there. The log grows until
     /// [`Dram::drain_changes`], so drain it after every event.
     pub fn watch(&mut self) {
         self.watch.begin();
     }
 
-    /// Blocks that may be found since the last call, with true, and those that may not any more, with false, in the order
-    /// in which that happened. A block that was there is never told of as new, nor one that was not as gone.
+    /// Returns the changes since the last call in their order: newly findable blocks with true, blocks no
+    /// longer findable with false. A block known before is never new, and an unknown one never gone.
     pub fn drain_changes(&mut self) -> impl Iterator<Item = (BlockKey, bool)> + '_ {
         self.watch.drain()
     }

@@ -16,13 +16,13 @@ impl Claims {
         self.0 >> Self::HOLDER_BITS
     }
 
-    /// Counts one more; `None` if there are as many as can be counted.
+    /// Counts one lease or hold more; `None` if the count is at its limit.
     pub(crate) fn pin(&mut self) -> Option<u32> {
         self.0 = self.0.checked_add(1 << Self::HOLDER_BITS)?;
         Some(self.pins())
     }
 
-    /// Counts one less; how many are left.
+    /// Counts one lease or hold less, and returns the remaining number.
     pub(crate) fn unpin(&mut self) -> u32 {
         self.0 -= 1 << Self::HOLDER_BITS;
         self.pins()
@@ -33,7 +33,7 @@ impl Claims {
         HolderId::from_byte(self.0 as u8)
     }
 
-    /// Changes hands. The block is in no list.
+    /// Changes the holder. The block is in no list.
     pub(crate) fn set_holder(&mut self, holder: HolderId) {
         self.0 = self.pins() << Self::HOLDER_BITS | u32::from(holder.byte());
     }

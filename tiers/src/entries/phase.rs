@@ -1,4 +1,4 @@
-//! A block's state, its place, whether it returned, and how many children it has, in one byte.
+//! A block's state, its place, its return after an eviction, and the number of its children, in one byte.
 
 use super::{Place, State};
 

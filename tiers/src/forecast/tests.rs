@@ -1,4 +1,4 @@
-//! What is foretold of a room, beside what one of that size finds.
+//! The forecast for a room, compared with a tier of that size.
 
 use super::*;
 use shm_protocol::random::Random;
@@ -7,7 +7,7 @@ fn blocks(random: &mut Random, count: u64) -> Vec<BlockHash> {
     (0..count).map(|_| BlockHash::from_words(std::array::from_fn(|_| random.next()))).collect()
 }
 
-/// Conversations of 1 to 10 turns that begin with one of 8 prompts, 20 open at a time.
+/// Conversations of 1 to 10 turns, each with one of 8 prompts at its begin, 20 open at a time.
 fn conversations() -> Vec<Vec<BlockHash>> {
     let mut random = Random(1);
     let prompts: Vec<_> = (0..8).map(|_| blocks(&mut random, 40)).collect();
@@ -26,7 +26,7 @@ fn conversations() -> Vec<Vec<BlockHash>> {
     requests
 }
 
-/// What a tier of so many slots finds of all that is asked for.
+/// Returns the share of all requested blocks found by a tier of so many slots.
 fn share(requests: &[Vec<BlockHash>], slots: u64) -> f64 {
     let mut tier = Miniature::new(slots);
     let found: usize = requests.iter().map(|chain| tier.request(0, chain, 0, Ending::default())).sum();
@@ -58,7 +58,7 @@ fn what_lies_on_the_device_is_not_asked_for() {
     assert_eq!((forecast.asked(), forecast.found()), (12, [4; 5]));
     forecast.request(1, &chain, 0..8, Ending::default());
     assert_eq!((forecast.asked(), forecast.found()), (20, [4; 5]), "another namespace");
-    // Asked for beyond what it has, or for nothing.
+    // A query for more than its blocks, or for none.
     forecast.request(0, &chain[..2], 1..20, Ending::default());
     forecast.request(0, &chain, 10..10, Ending::default());
     assert_eq!((forecast.asked(), forecast.found()), (21, [5; 5]));

@@ -4,7 +4,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// Prints of one shard with few distinct homes, so that buckets overflow and wrap around.
+/// Prints of one shard with few distinct homes, so buckets overflow and wrap around.
 fn crowded(number: u32) -> Print {
     let high = number % 5;
     Print(u64::from(0u32.wrapping_sub(high) << 24 | number << 1))

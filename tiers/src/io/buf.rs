@@ -1,14 +1,14 @@
-//! Memory of our own that I/O reads and writes: page-aligned buffers.
+//! Page-aligned buffers of this process for I/O.
 
 use std::ptr::NonNull;
 
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
 
-/// What a buffer of our own is aligned to: a page, the most that direct I/O asks for.
+/// Alignment of a buffer: a page, the largest alignment for direct I/O.
 pub(crate) const BUFFER_ALIGN: u64 = 4096;
 
-/// Zeroed memory of our own, page-aligned.
+/// Zeroed, page-aligned memory of this process.
 #[derive(Debug)]
 pub(crate) struct Buffer {
     base: NonNull<u8>,
@@ -25,7 +25,7 @@ impl Buffer {
     pub(crate) fn new(len: usize) -> Result<Self, Errno> {
         let len = len.max(1).next_multiple_of(BUFFER_ALIGN as usize);
         let prot = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: the address is the kernel's to choose, so no existing mapping is replaced.
+        // SAFETY: the kernel chooses the address, so no existing mapping is replaced.
         let address =
             unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), len, prot, MapFlags::PRIVATE) }?;
         let base = NonNull::new(address.cast()).expect("mmap never returns null for a chosen address");
@@ -37,8 +37,8 @@ impl Buffer {
     }
 
     pub(crate) fn bytes(&self) -> &[u8] {
-        // SAFETY: `len` initialised bytes are mapped for the life of `self`, and whoever hands a buffer to the kernel
-        // hands over the value itself.
+        // SAFETY: `len` initialised bytes are mapped for the life of `self`, and a transfer to the kernel
+        // takes the value itself.
         unsafe { std::slice::from_raw_parts(self.base.as_ptr(), self.len) }
     }
 
@@ -47,7 +47,8 @@ impl Buffer {
         unsafe { std::slice::from_raw_parts_mut(self.base.as_ptr(), self.len) }
     }
 
-    /// Where `len` bytes at `offset` begin, for the kernel; `None` where they do not lie in it.
+    /// Returns the address of `len` bytes at `offset`, for the kernel; `None` if they do not lie in the
+    /// buffer.
     pub(crate) fn address(&self, offset: usize, len: usize) -> Option<NonNull<u8>> {
         if offset.checked_add(len)? > self.len {
             return None;

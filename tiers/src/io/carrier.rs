@@ -1,4 +1,4 @@
-//! Carries the transfers of one file: by io_uring, or by threads where the kernel refuses that.
+//! Carries the transfers of one file: by io_uring, or by threads if the kernel refuses a ring.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -13,7 +13,7 @@ use super::transfer::Transfer;
 use super::uring::Ring;
 
 shm_protocol::named! {
-    /// How bytes are moved between a device and memory.
+    /// The means of moving bytes between a device and memory.
     pub enum Backend {
         IoUring = "io_uring",
         /// Threads that each wait for one transfer.
@@ -21,7 +21,7 @@ shm_protocol::named! {
     }
 }
 
-/// Decides in tests what the kernel is taken to have answered.
+/// Replaces the kernel's answer in tests.
 #[cfg(test)]
 pub(crate) type Inject = Box<dyn FnMut(&Transfer, i32) -> i32 + Send>;
 
@@ -30,10 +30,10 @@ enum Means {
     Threads(Threads),
 }
 
-/// What carries the transfers of one file.
+/// Carries the transfers of one file.
 pub(crate) struct Carrier {
     means: Means,
-    /// Why there is no ring where one would do.
+    /// The reason for threads in place of a ring, if no backend was wanted.
     pub(crate) refused: Option<io::Error>,
     #[cfg(test)]
     pub(crate) inject: Option<Inject>,
@@ -42,8 +42,8 @@ pub(crate) struct Carrier {
 // === impl Carrier ===
 
 impl Carrier {
-    /// A carrier of `file`'s transfers, used by the calling thread alone. A write to the eventfd `wake` ends a wait. With no
-    /// backend wanted it is a ring, or threads where the kernel refuses that.
+    /// Makes a carrier of `file`'s transfers for the calling thread alone. A write to the eventfd `wake` ends
+    /// a wait. Without a wanted backend it is a ring, or threads if the kernel refuses the ring.
     pub(crate) fn new(
         wanted: Option<Backend>,
         file: OwnedFd,
@@ -80,7 +80,7 @@ impl Carrier {
         }
     }
 
-    /// What an operator should know, once.
+    /// Takes a note for the operator's log, once.
     pub(crate) fn take_note(&mut self) -> Option<String> {
         match &mut self.means {
             Means::Ring(ring) => ring.take_note(),
@@ -88,8 +88,8 @@ impl Carrier {
         }
     }
 
-    /// Hands a transfer over; back where there are too many. It reaches the kernel with the next [`Carrier::flush`] at the
-    /// latest.
+    /// Hands a transfer over; gives it back if too many are in flight. The kernel has it after the next
+    /// [`Carrier::flush`] at the latest.
     pub(crate) fn push(&mut self, transfer: Transfer) -> Result<(), Transfer> {
         match &mut self.means {
             Means::Ring(ring) => ring.push(transfer),
@@ -97,7 +97,7 @@ impl Carrier {
         }
     }
 
-    /// Gives the kernel what was pushed, and takes what has come back.
+    /// Submits pushed transfers to the kernel, and takes completed ones.
     pub(crate) fn flush(&mut self) -> io::Result<()> {
         match &mut self.means {
             Means::Ring(ring) => ring.flush(),
@@ -105,7 +105,8 @@ impl Carrier {
         }
     }
 
-    /// As [`Carrier::flush`], and waits until something has come back, the eventfd was written, or `limit` has passed.
+    /// Does the same as [`Carrier::flush`], and waits until a transfer has completed, the eventfd was
+    /// written, or `limit` has passed.
     pub(crate) fn wait(&mut self, limit: Option<Duration>) -> io::Result<()> {
         match &mut self.means {
             Means::Ring(ring) => ring.wait(limit),
@@ -113,7 +114,7 @@ impl Carrier {
         }
     }
 
-    /// The next transfer that came back, with the bytes moved in this round.
+    /// Returns the next completed transfer, with the bytes moved in this round.
     pub(crate) fn reap(&mut self) -> Option<(Transfer, Result<u32, Errno>)> {
         let (transfer, answer) = match &mut self.means {
             Means::Ring(ring) => ring.reap(),
@@ -123,7 +124,7 @@ impl Carrier {
         let answer = self.inject.as_mut().map_or(answer, |inject| inject(&transfer, answer));
         let moved = match u32::try_from(answer) {
             Ok(moved) if moved <= transfer.len - transfer.moved => Ok(moved),
-            // More than was asked for cannot be; it is nothing that can be trusted.
+            // More bytes than wanted are impossible, so such an answer is not trusted.
             Ok(_) => Err(Errno::IO),
             Err(_) => Err(Errno::from_raw_os_error(answer.wrapping_neg())),
         };

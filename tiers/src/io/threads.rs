@@ -1,5 +1,5 @@
-//! Transfers between one file and memory by threads that each carry one at a time: for where the kernel has no io_uring to
-//! give. What is in flight owns its memory, as in a ring.
+//! Transfers between one file and memory by threads, each with one transfer at a time, for kernels without
+//! io_uring. A transfer in flight owns its memory, as in a ring.
 
 use std::collections::VecDeque;
 use std::io;
@@ -15,7 +15,7 @@ use shm_protocol::wait;
 
 use super::transfer::{Direction, Memory, TRANSFERS_MAX, Transfer};
 
-/// Transfers that a device has at a time: a fast one is kept busy by as many blocks of some hundred KiB.
+/// Transfers of a device at a time: so many blocks of some hundred KiB keep a fast device busy.
 const THREADS: usize = 8;
 
 /// The threads of one file.
@@ -28,17 +28,17 @@ pub(crate) struct Threads {
 struct Shared {
     file: Arc<OwnedFd>,
     blocks: Blocks,
-    /// Written whenever a transfer is back.
+    /// Written after each completed transfer.
     wake: Arc<OwnedFd>,
     queue: Mutex<Queue>,
-    /// Something waits, or the queue is closed.
+    /// Signalled for a new transfer, and when the queue is closed.
     called: Condvar,
 }
 
 #[derive(Default)]
 struct Queue {
     waiting: VecDeque<Transfer>,
-    /// Transfers that are back, with the kernel's answers.
+    /// Completed transfers, with the kernel's answers.
     back: VecDeque<(Transfer, i32)>,
     closed: bool,
 }
@@ -46,7 +46,7 @@ struct Queue {
 // === impl Threads ===
 
 impl Threads {
-    /// Threads for `file`. A write to the eventfd `wake` ends a wait.
+    /// Starts threads for `file`. A write to the eventfd `wake` ends a wait.
     pub(crate) fn new(file: Arc<OwnedFd>, wake: Arc<OwnedFd>, blocks: Blocks) -> io::Result<Self> {
         let shared = Shared { file, blocks, wake, queue: Mutex::default(), called: Condvar::new() };
         let mut threads = Self { shared: Arc::new(shared), threads: Vec::new(), in_flight: 0 };
@@ -58,7 +58,7 @@ impl Threads {
         Ok(threads)
     }
 
-    /// Hands a transfer over; back where there are too many.
+    /// Hands a transfer over; gives it back if too many are in flight.
     pub(crate) fn push(&mut self, transfer: Transfer) -> Result<(), Transfer> {
         if self.in_flight == TRANSFERS_MAX {
             return Err(transfer);
@@ -69,7 +69,7 @@ impl Threads {
         Ok(())
     }
 
-    /// Waits until something has come back, the eventfd was written, or `limit` has passed.
+    /// Waits until a transfer has completed, the eventfd was written, or `limit` has passed.
     pub(crate) fn wait(&mut self, limit: Option<Duration>) -> io::Result<()> {
         let limit = limit.map(|limit| Timespec::try_from(limit).expect("seconds, not ages"));
         let wake = &*self.shared.wake;
@@ -77,12 +77,12 @@ impl Threads {
             Ok(_) | Err(Errno::INTR) => {}
             Err(errno) => return Err(errno.into()),
         }
-        // The count is not looked at: whoever waits looks at everything afterwards.
+        // The count does not matter: the waiting thread looks at all queues afterwards.
         let _ = rustix::io::read(wake, &mut [0u8; 8]);
         Ok(())
     }
 
-    /// The next transfer that came back, with the kernel's answer.
+    /// Returns the next completed transfer, with the kernel's answer.
     pub(crate) fn reap(&mut self) -> Option<(Transfer, i32)> {
         let back = self.shared.queue().back.pop_front()?;
         self.in_flight -= 1;
@@ -91,7 +91,7 @@ impl Threads {
 }
 
 impl Drop for Threads {
-    /// A thread that is stuck in the kernel keeps its transfer and the file; the others end.
+    /// A thread stuck in the kernel keeps its transfer and the file; the others end.
     fn drop(&mut self) {
         self.shared.queue().closed = true;
         self.shared.called.notify_all();
@@ -117,14 +117,14 @@ impl Shared {
         }
     }
 
-    /// The next transfer; `None` once the queue is closed.
+    /// Returns the next transfer; `None` once the queue is closed.
     fn next(&self) -> Option<Transfer> {
         let queue = self.called.wait_while(self.queue(), |queue| !queue.closed && queue.waiting.is_empty());
         let mut queue = queue.expect("nothing panics while it has the queue");
         if queue.closed { None } else { queue.waiting.pop_front() }
     }
 
-    /// What the kernel moved in one call, at most what is left of the transfer.
+    /// Returns the bytes moved by the kernel in one call, at most the rest of the transfer.
     fn carry(&self, transfer: &mut Transfer) -> Result<usize, Errno> {
         let moved = self.move_some(transfer)?;
         if transfer.durable {

@@ -1,11 +1,11 @@
-//! One transfer between a file and memory, as every backend takes it.
+//! One transfer between a file and memory, for every backend.
 
 use super::buf::Buffer;
 
-/// Transfers in flight at most: two for each job that a device takes on at a time.
+/// Most transfers in flight: two for each job a device takes on at a time.
 pub(crate) const TRANSFERS_MAX: usize = 256;
 
-/// Which way bytes go.
+/// The direction of a transfer.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub enum Direction {
     Read,
@@ -21,18 +21,18 @@ pub(crate) enum Memory {
     Pool(u64),
 }
 
-/// Bytes that move between the file and memory.
+/// A move of bytes between the file and memory.
 #[derive(Debug)]
 pub(crate) struct Transfer {
-    /// What the caller knows it by.
+    /// The caller's number for the transfer.
     pub(crate) token: u64,
     pub(crate) direction: Direction,
-    /// Where in the file.
+    /// The offset in the file.
     pub(crate) at: u64,
     pub(crate) memory: Memory,
     pub(crate) len: u32,
-    /// Of a write: whether it ends only once its bytes lie on the medium.
+    /// True for a write that ends only once its bytes lie on the medium.
     pub(crate) durable: bool,
-    /// Bytes of them that earlier rounds moved.
+    /// Bytes moved in earlier rounds.
     pub(crate) moved: u32,
 }

@@ -1,5 +1,5 @@
-//! A ring of transfers between one file and memory. What is in flight owns its memory: a transfer is handed over by
-//! value and comes back with the kernel's answer.
+//! A ring of transfers between one file and memory. A transfer in flight owns its memory: it is handed over
+//! by value and comes back with the kernel's answer.
 
 use std::io;
 use std::mem::ManuallyDrop;
@@ -14,13 +14,13 @@ use shm_protocol::pool;
 
 use super::transfer::{Direction, Memory, TRANSFERS_MAX, Transfer};
 
-/// Bytes of the pool that are registered at a time: the most that one registered buffer has, and no block lies in two,
-/// as segments divide it.
+/// Bytes of the pool registered at a time: the most for one registered buffer. No block lies in two chunks,
+/// since they consist of whole segments.
 const CHUNK_BYTES: u64 = 1 << 30;
-/// The most chunks that a ring registers (IORING_MAX_REG_BUFFERS); the largest pool has fewer.
+/// The most chunks of a ring (IORING_MAX_REG_BUFFERS); the largest pool has fewer.
 const CHUNKS_MAX: u64 = 1 << 14;
 const _: () = assert!(pool::POOL_BYTES_MAX / CHUNK_BYTES < CHUNKS_MAX);
-/// Names no transfer: the wake-up.
+/// The user data of the wake-up, no transfer.
 const WAKE: u64 = u64::MAX;
 
 /// A chunk of the pool.
@@ -33,16 +33,16 @@ enum Chunk {
 
 /// The ring of one file.
 pub(crate) struct Ring {
-    /// Dropped by hand: not while the kernel may still write what is in flight.
+    /// Dropped by hand: never while the kernel may still write a transfer's memory.
     shared: ManuallyDrop<Shared>,
     vacant: Vec<usize>,
-    /// Empty where the kernel registers no buffers.
+    /// Empty if the kernel registers no buffers.
     chunks: Vec<Chunk>,
     note: Option<String>,
     file_registered: bool,
 }
 
-/// What the kernel has, too. The ring first: it is dropped first.
+/// Memory shared with the kernel. The ring is the first field, so it is dropped first.
 struct Shared {
     uring: IoUring,
     flights: Vec<Option<Transfer>>,
@@ -53,7 +53,7 @@ struct Shared {
 
 // === impl Ring ===
 
-/// The newest kind of ring that the kernel has: one thread, completions taken when it asks.
+/// Makes the newest kind of ring in this kernel: one thread, completions taken at its calls.
 fn build() -> io::Result<IoUring> {
     let entries = TRANSFERS_MAX as u32 + 1;
     let mut builder = IoUring::builder();
@@ -64,7 +64,7 @@ fn build() -> io::Result<IoUring> {
 }
 
 impl Ring {
-    /// A ring for `file`, used by the calling thread alone. A write to the eventfd `wake` ends a wait.
+    /// Makes a ring for `file`, for the calling thread alone. A write to the eventfd `wake` ends a wait.
     pub(crate) fn new(file: Arc<OwnedFd>, wake: Arc<OwnedFd>, blocks: Blocks) -> io::Result<Self> {
         let uring = build()?;
         let submitter = uring.submitter();
@@ -79,22 +79,23 @@ impl Ring {
         let vacant = (0..TRANSFERS_MAX).rev().collect();
         let mut ring = Self { shared, vacant, chunks, note, file_registered };
         ring.watch_wake();
-        // Whoever may make a ring and not use it is told now.
+        // A process that may make a ring but not use it fails here.
         ring.flush()?;
         Ok(ring)
     }
 
-    /// Transfers that the kernel has.
+    /// Returns the number of transfers in the kernel.
     fn in_flight(&self) -> usize {
         TRANSFERS_MAX - self.vacant.len()
     }
 
-    /// What an operator should know, once.
+    /// Takes a note for the operator's log, once.
     pub(crate) fn take_note(&mut self) -> Option<String> {
         self.note.take()
     }
 
-    /// Hands a transfer over; back where the ring is full. It reaches the kernel with the next [`Ring::flush`].
+    /// Hands a transfer over; gives it back if the ring is full. The kernel has it after the next
+    /// [`Ring::flush`].
     pub(crate) fn push(&mut self, transfer: Transfer) -> Result<(), Transfer> {
         let Some(at) = self.vacant.pop() else { return Err(transfer) };
         let entry = match self.entry(&transfer) {
@@ -107,9 +108,9 @@ impl Ring {
     }
 
     fn push_entry(&mut self, entry: &squeue::Entry) {
-        // SAFETY: the addresses in the entry lie in a transfer of `flights`, which is freed no earlier than its
-        // completion arrives, or in the pool, whose mapping lives as long as the ring; both are leaked where that
-        // cannot be waited for. The poll entry has no address.
+        // SAFETY: the addresses in the entry lie in a transfer of `flights`, freed no earlier than its
+        // completion arrives, or in the pool, whose mapping lives as long as the ring. Both are leaked if the
+        // completion cannot be waited for. The poll entry has no address.
         let pushed = unsafe { self.shared.uring.submission().push(entry) };
         pushed.expect("the queue has an entry for every transfer and the wake-up");
     }
@@ -125,7 +126,7 @@ impl Ring {
             }
         };
         let at = transfer.at + u64::from(transfer.moved);
-        // A registered file goes by its number, and a flag that says so.
+        // A registered file is named by its number, and by a flag.
         let file = types::Fd(if self.file_registered { 0 } else { self.shared.file.as_raw_fd() });
         let flags = if transfer.durable { libc::RWF_DSYNC } else { 0 };
         let entry = match (transfer.direction, fixed) {
@@ -144,7 +145,7 @@ impl Ring {
         Some(entry)
     }
 
-    /// The registered chunk that holds a range of the pool, registering it now if it is the first of it to be used.
+    /// Returns the registered chunk of a range of the pool. The first use of a chunk registers it.
     fn chunk(&mut self, offset: u64, len: u32) -> Option<u16> {
         let number = offset.checked_sub(pool::SEGMENT_ALIGN)? / CHUNK_BYTES;
         let begin = pool::SEGMENT_ALIGN + number * CHUNK_BYTES;
@@ -161,13 +162,13 @@ impl Ring {
     fn register(&mut self, number: u32, begin: u64, bytes: usize) {
         let address = self.shared.blocks.address(begin, bytes).expect("a chunk lies in the pool");
         let chunk = libc::iovec { iov_base: address.as_ptr().cast(), iov_len: bytes };
-        // SAFETY: the range lies in the pool's mapping, which lives as long as the ring.
+        // SAFETY: the range lies in the pool's mapping, and that lives as long as the ring.
         let registered =
             unsafe { self.shared.uring.submitter().register_buffers_update(number, &[chunk], None) };
         match registered {
             Ok(()) => self.chunks[number as usize] = Chunk::Registered,
             Err(error) => {
-                // Where the limit is reached it stays so: the rest of the pool is not tried.
+                // A limit once reached stays reached: the rest of the pool is not tried.
                 self.note = Some(not_registered(&error));
                 let untried = self.chunks.iter_mut().filter(|chunk| **chunk == Chunk::Untried);
                 untried.for_each(|chunk| *chunk = Chunk::Refused);
@@ -180,7 +181,7 @@ impl Ring {
         self.push_entry(&poll.build().user_data(WAKE));
     }
 
-    /// Gives the kernel what was pushed, and takes what has come back.
+    /// Submits pushed transfers to the kernel, and takes completed ones.
     pub(crate) fn flush(&mut self) -> io::Result<()> {
         let queue = self.shared.uring.submission();
         let idle = queue.is_empty() && !queue.taskrun() && !queue.cq_overflow();
@@ -188,7 +189,8 @@ impl Ring {
         if idle { Ok(()) } else { entered(self.shared.uring.submit()) }
     }
 
-    /// As [`Ring::flush`], and waits until something has come back, the eventfd was written, or `limit` has passed.
+    /// Does the same as [`Ring::flush`], and waits until a transfer has completed, the eventfd was written,
+    /// or `limit` has passed.
     pub(crate) fn wait(&mut self, limit: Option<Duration>) -> io::Result<()> {
         let submitter = self.shared.uring.submitter();
         entered(match limit {
@@ -200,12 +202,12 @@ impl Ring {
         })
     }
 
-    /// The next transfer that came back, with the kernel's answer.
+    /// Returns the next completed transfer, with the kernel's answer.
     pub(crate) fn reap(&mut self) -> Option<(Transfer, i32)> {
         loop {
             let entry = self.shared.uring.completion().next()?;
             if entry.user_data() == WAKE {
-                // The count is not looked at; it is only empty where somebody else read it.
+                // The count does not matter; the eventfd is empty only if another thread read it.
                 let _ = rustix::io::read(&*self.shared.wake, &mut [0u8; 8]);
                 self.watch_wake();
                 continue;
@@ -229,7 +231,7 @@ impl Drop for Ring {
     }
 }
 
-/// Entering the kernel failed for good, or only for this time.
+/// Tells a permanent failure to enter the kernel from a passing one.
 fn entered(result: io::Result<usize>) -> io::Result<()> {
     match result.map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO)) {
         // Busy: completions must be taken first.

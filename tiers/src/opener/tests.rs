@@ -16,7 +16,7 @@ const BLOCK: u64 = 600_000;
 const SLOTS: u64 = 3;
 const DIGEST: NamespaceDigest = NamespaceDigest([3; 16]);
 
-/// A pool file that is removed at the end.
+/// A pool file, removed at the end.
 struct File(PathBuf);
 
 impl Drop for File {
@@ -53,7 +53,7 @@ fn fill(pool: &Pool, dram: &mut Dram, number: u64) -> Option<SlotRef> {
     Some(slot)
 }
 
-/// Takes everything over, verified; the blocks that were found.
+/// Adopts and verifies all slots, and returns the number of whole blocks.
 fn adopt(pool: &Pool, dram: &mut Dram) -> u64 {
     let (mut opener, mut blocks) = (Opener::default(), 0);
     while let Some(opened) = opener.next(pool) {
@@ -78,13 +78,13 @@ fn adopt(pool: &Pool, dram: &mut Dram) -> u64 {
     blocks
 }
 
-/// A value that somebody's damage or malice may put anywhere.
+/// A value written anywhere by damage or malice.
 fn value() -> impl Strategy<Value = u64> {
     prop_oneof![0..4u64, Just(BLOCK), Just(u64::MAX), any::<u64>(), (0..1u64 << 42)]
 }
 
 proptest! {
-    // Every case reads what it has filled twice.
+    // Every case reads its filled blocks twice.
     #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
     #[test]
     fn a_damaged_file_is_taken_over_as_far_as_it_is_whole(
@@ -112,7 +112,7 @@ proptest! {
         prop_assert!(stats.blocks <= blocks);
         let found: usize = (0..SEGMENTS * SLOTS).map(|number| dram.probe(7, &[hash(number)])).sum();
         prop_assert_eq!(found as u64, stats.blocks, "a header that was changed matches no bytes");
-        // A key that stands in a damaged slot, too, may be found nowhere.
+        // A key present in a damaged slot, too, may not be found.
         let doubled = |number: &u64| changes.iter().any(|(_, _, value)| value == number);
         for (number, slot) in (0..).zip(&slots).filter(|(number, _)| !touched.contains(number) && !doubled(number)) {
             prop_assert_eq!(dram.probe(7, &[hash(number)]), 1, "block {} at {:?}", number, slot);

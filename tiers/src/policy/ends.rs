@@ -92,7 +92,7 @@ impl Ends {
         black_box(batch.iter().fold(0, |sum, print| sum ^ self.sets[print.place(self.sets.len())].0[0].0));
     }
 
-    /// The place of a chain's deepest known key.
+    /// Returns the place of a chain's deepest known key.
     fn deepest_known(&self, chain: &[Print]) -> Option<usize> {
         let mut rest = chain;
         while !rest.is_empty() {
@@ -106,7 +106,7 @@ impl Ends {
         None
     }
 
-    /// The turn of a request with these keys. Marks them, so that the next turn is found.
+    /// Returns the turn of a request with these keys. Marks them, so the next turn is found.
     pub(super) fn turn(&mut self, chain: &[Print], slots: u64) -> ChainEnd {
         self.fit(slots);
         let known = self.deepest_known(chain);

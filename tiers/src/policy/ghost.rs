@@ -1,4 +1,4 @@
-//! Keys that were evicted: one that comes back while it is remembered has been used.
+//! Keys of evicted blocks: a key that comes back while it is remembered has been used.
 
 use crate::index::Print;
 
@@ -7,11 +7,11 @@ const GHOST_PART: (u64, u64) = (7, 10);
 /// Fingerprints of one set of the ghost: one cache line.
 const GHOST_WAYS: usize = 16;
 
-/// Keys that were evicted, in sets that each forget their oldest.
+/// Keys of evicted blocks, in sets; each set forgets its oldest.
 #[derive(Debug, Default)]
 pub(super) struct Ghost {
     sets: Box<[GhostSet]>,
-    /// Slots that the sets were made for.
+    /// The number of slots at the making of the sets.
     slots: u64,
 }
 
@@ -22,8 +22,8 @@ struct GhostSet([u32; GHOST_WAYS]);
 // === impl Ghost ===
 
 impl Ghost {
-    /// Makes room for the keys of `slots` slots. The number settles before the first eviction; where it changes much later,
-    /// what was remembered is forgotten.
+    /// Makes room for the keys of `slots` slots. The number settles before the first eviction; a large later
+    /// change forgets all remembered keys.
     fn fit(&mut self, slots: u64) {
         if self.slots < slots / 2 || self.slots > slots.saturating_mul(2) || self.sets.is_empty() {
             let sets = (slots * GHOST_PART.0 / GHOST_PART.1).div_ceil(GHOST_WAYS as u64).max(1);
@@ -37,7 +37,7 @@ impl Ghost {
         self.sets.get_mut(place)
     }
 
-    /// One fingerprint of a key's set.
+    /// Returns one fingerprint of a key's set.
     pub(super) fn load(&self, print: Print) -> u64 {
         self.sets.get(print.place(self.sets.len())).map_or(0, |GhostSet(ways)| ways[0].into())
     }
@@ -51,7 +51,7 @@ impl Ghost {
         }
     }
 
-    /// Whether the key was remembered; it is not any more.
+    /// Forgets a key. Returns true if it was remembered.
     pub(super) fn recall(&mut self, print: Print) -> bool {
         let Some(GhostSet(ways)) = self.set(print) else { return false };
         match ways.iter().position(|way| *way == fingerprint(print)) {
@@ -65,7 +65,7 @@ impl Ghost {
     }
 }
 
-/// Never zero, as a tag is not.
+/// Returns the fingerprint. It is never zero, since no tag is.
 fn fingerprint(print: Print) -> u32 {
     print.tag()
 }

@@ -15,7 +15,7 @@ struct CommonEnd {
 // === impl Kinds ===
 
 impl Kinds {
-    /// Counts an end of this way and returns its kind: 0 if the way has none of its own, or nobody told the way.
+    /// Counts an end of this way and returns its kind: 0 if the way has none of its own, or is not known.
     pub(super) fn kind(&mut self, number: u32) -> usize {
         if number == 0 {
             return 0;

@@ -24,7 +24,7 @@ struct EvictionOrder<'a> {
 // === impl Policy ===
 
 impl Policy {
-    /// The next blocks of [`Policy::next`], in its order, as long as no block is used in between.
+    /// Returns the next blocks of [`Policy::next`], in its order, as long as no block is used in between.
     pub(crate) fn order<'a>(
         &'a self,
         slab: &'a Slab,
@@ -84,7 +84,7 @@ impl EvictionOrder<'_> {
         }
     }
 
-    /// A block goes, and its parent may follow.
+    /// Records that a block goes; its parent may follow.
     fn gone(&mut self, id: u32) -> u32 {
         let parent = self.slab.entries.get(id).parent;
         if parent != NIL {

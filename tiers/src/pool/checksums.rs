@@ -1,6 +1,6 @@
-//! Checksums of blocks: noted in the slots' headers, and computed again from the slots' bytes.
+//! Checksums of blocks: stored in the slots' headers, and computed again from the slots' bytes.
 //!
-//! What a header states is its block's checksum mixed with that of the header itself.
+//! A header states its block's checksum mixed with the header's own checksum.
 
 use std::fmt;
 use std::hash::Hasher;
@@ -11,7 +11,7 @@ use twox_hash::XxHash3_64;
 
 use super::Pool;
 
-/// Bytes to be read and summed at once: they stay in a core's first-level cache or the next.
+/// Bytes read and summed at once: they stay in a core's first-level cache or the next.
 pub const PART_BYTES: usize = 32 << 10;
 
 /// The checksum of a block's bytes, part by part.
@@ -41,24 +41,24 @@ impl fmt::Debug for BlockSum {
 // === impl Pool: noting checksums ===
 
 impl Pool {
-    /// The checksum of the block in a slot; `None` where nobody has computed it since the slot was filled, or the slot is
-    /// filled anew.
+    /// Returns the checksum of the block in a slot; `None` if it was not computed since the slot was filled,
+    /// or the slot is filled again.
     pub fn checksum(&self, slot: SlotRef) -> Option<u64> {
         let place = self.current(slot)?;
         let stated = self.slot_word(&place, slot::CHECKSUM).load(Ordering::Relaxed);
         (stated != 0).then(|| stated ^ self.header_checksum(&place))
     }
 
-    /// Notes the checksum of a whole block. False if the slot is not in this filling any more.
-    #[must_use = "a slot that was filled anew has another block"]
+    /// Stores the checksum of a whole block. Returns false if the slot is not in this filling any more.
+    #[must_use = "a slot that was filled again has another block"]
     pub fn set_checksum(&self, slot: SlotRef, checksum: u64) -> bool {
         let place = self.current(slot);
         place.iter().for_each(|place| self.store_checksum(place, checksum));
         place.is_some()
     }
 
-    /// The whole blocks of segment `number` that this life saved and that have no checksum; in any thread, so some may be filled
-    /// anew meanwhile.
+    /// Returns the whole blocks of segment `number` saved by this life and without a checksum. Any thread may
+    /// call it, so some slots may be filled again meanwhile.
     pub fn unsummed(&self, number: u64) -> Vec<SlotRef> {
         let known = usize::try_from(number).ok().and_then(|number| self.block_bytes.get(number));
         let block_bytes = known.map_or(0, |known| known.load(Ordering::Relaxed));
@@ -66,11 +66,11 @@ impl Pool {
         let unsummed = |index| {
             let offset = geometry.offset(number, index)?;
             let place = geometry.place(offset).ok()?;
-            // SYNC POINT(slot commit): whoever sees COMMITTED sees the header of that filling.
+            // SYNC POINT(slot commit): a reader of COMMITTED sees the header of that filling.
             let committed = self.slot_word(&place, slot::STATE).load(Ordering::Acquire) == COMMITTED;
             let generation = self.slot_word(&place, slot::GENERATION).load(Ordering::Relaxed);
             let summed = self.slot_word(&place, slot::CHECKSUM).load(Ordering::Relaxed) != 0;
-            // A block of an earlier life without one may have been changed since.
+            // The bytes of an earlier life's block without a checksum may have changed since.
             let saved_here = generation >= self.first_generation();
             (committed && saved_here && !summed).then_some(SlotRef { offset, generation })
         };
@@ -90,9 +90,9 @@ impl Pool {
 // === impl Pool: computing checksums ===
 
 impl Pool {
-    /// Computes the checksum of the block in a slot, in any thread: nothing keeps the slot from being filled anew meanwhile, so
-    /// the bytes are read by system calls. `None` where that has begun, or bytes of the pool are lost. It may begin until
-    /// [`Pool::set_checksum`].
+    /// Computes the checksum of the block in a slot, in any thread. The slot may be filled again meanwhile,
+    /// so the bytes are read by system calls. Returns `None` if such a filling has begun, or bytes of the
+    /// pool are lost. A filling may still begin until [`Pool::set_checksum`].
     pub fn sum(&self, slot: SlotRef) -> Option<u64> {
         self.current(slot)?;
         let (_, block_bytes) = self.place(slot.offset)?;
@@ -104,12 +104,12 @@ impl Pool {
             sum.add_part(&part[..bytes]);
             summed += bytes as u64;
         }
-        // SYNC POINT(slot reuse): whoever read a byte of a later filling sees that filling's generation.
+        // SYNC POINT(slot reuse): a reader of a byte of a later filling sees that filling's generation.
         fence(Ordering::Acquire);
         (self.current(slot).is_some() && self.is_whole()).then(|| sum.finish())
     }
 
-    /// Whether a slot that nobody fills holds the bytes whose checksum its header states; in any thread.
+    /// True if the bytes of a slot, not being filled, match the checksum in its header; in any thread.
     pub fn verify(&self, slot: SlotRef) -> bool {
         self.sum(slot).is_some_and(|checksum| self.checksum(slot) == Some(checksum))
     }

@@ -1,10 +1,10 @@
-//! Huge pages: how many the machine has to give.
+//! The machine's free huge pages.
 
 use std::fs;
 
 use crate::Error;
 
-/// Bytes of the huge pages that anonymous pools are made of: every x86 and most other machines have them, and a pool is a
+/// Bytes of the huge pages of anonymous pools: every x86 and most other machines have them, and a pool is a
 /// whole number of them.
 pub(super) const PAGE_BYTES: u64 = 2 << 20;
 
@@ -14,11 +14,12 @@ struct Pages {
     bytes: u64,
     /// Reserved by the administrator, used or not.
     total: u64,
-    /// Not used and promised to nobody.
+    /// Not used and not reserved by a mapping.
     available: u64,
 }
 
-/// Refuses a pool for which too few huge pages of `page_bytes` are free, `held` bytes of its file apart.
+/// Fails unless enough huge pages of `page_bytes` are free for a pool, apart from `held` bytes its file
+/// already has.
 pub(super) fn check(bytes: u64, page_bytes: u64, held: u64) -> Result<(), Error> {
     if !bytes.is_multiple_of(page_bytes) {
         return Err(Error::HugePageBytes { bytes, page_bytes });
@@ -35,7 +36,8 @@ impl Pages {
             let text = fs::read_to_string(format!("{folder}/{name}")).unwrap_or_default();
             text.trim().parse().unwrap_or(0)
         };
-        // A mapping promises pages before it uses them. What the kernel may add by itself, it may fail to find.
+        // A mapping reserves pages before it uses them. Pages the kernel may add by itself do not count,
+        // since it may fail to find them.
         let available = figure("free_hugepages").saturating_sub(figure("resv_hugepages"));
         Self { bytes, total: figure("nr_hugepages"), available }
     }

@@ -1,4 +1,4 @@
-//! Where a pool may lie: anonymous memory, or a file that belongs to this process alone.
+//! The place of a pool: anonymous memory, or a file of this process alone.
 
 use std::fs;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -18,11 +18,11 @@ const STAT_BLOCK_BYTES: u64 = 512;
 #[derive(Debug)]
 pub(super) struct File {
     pub(super) fd: OwnedFd,
-    /// Bytes that the file had; zero: there was none.
+    /// Bytes the file had; zero if there was no file.
     pub(super) found_bytes: u64,
-    /// Whether all of them had memory.
+    /// True if all of these bytes had memory.
     pub(super) found_whole: bool,
-    /// Whether no page is still to be found.
+    /// True if all pages have memory.
     pub(super) reserved: bool,
 }
 
@@ -44,8 +44,8 @@ fn memfd(bytes: u64, kind: MemfdFlags, doing: &'static str) -> Result<OwnedFd, E
     Ok(fd)
 }
 
-/// A memfd of huge pages. They are reserved as a file's are: what a control group refuses is then an error, where touching a
-/// page would end the process.
+/// Makes a memfd of huge pages. Its pages are reserved as those of a file: a refusal by a control group is
+/// then an error, while a touch of a page would end the process.
 pub(super) fn open_huge_memfd(bytes: u64) -> Result<File, Error> {
     huge::check(bytes, huge::PAGE_BYTES, 0)?;
     let fd = memfd(bytes, MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB, "create a memfd of huge pages")?;
@@ -53,7 +53,7 @@ pub(super) fn open_huge_memfd(bytes: u64) -> Result<File, Error> {
     Ok(File { fd, found_bytes: 0, found_whole: true, reserved: false })
 }
 
-/// A pool file of `bytes`, locked for this process, the memory of its header page reserved.
+/// Opens a pool file of `bytes`, locked for this process, the memory of its header page reserved.
 pub(super) fn open_file(path: &Path, bytes: u64, hugepages: bool) -> Result<File, Error> {
     check_place(path, bytes, hugepages)?;
     let flags = OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC | OFlags::NOFOLLOW;
@@ -83,15 +83,15 @@ pub(super) fn open_file(path: &Path, bytes: u64, hugepages: bool) -> Result<File
     Ok(File { fd, found_bytes: found, found_whole, reserved })
 }
 
-/// The same file, opened for reading.
+/// Opens the same file for reading.
 pub(super) fn reopen(fd: &OwnedFd) -> Result<OwnedFd, Error> {
     let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
     let opened = rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty());
     opened.map_err(Error::os("reopen the pool for reading"))
 }
 
-/// The file `file` is, opened for reading by a path on a mount that is read-only: whoever gets that descriptor cannot open it anew
-/// for writing, not even as root.
+/// Opens the same file as `file` for reading, by a path on a read-only mount: an engine with this descriptor
+/// cannot open it again for writing, not even as root.
 pub(super) fn open_view(path: &Path, file: &OwnedFd) -> Result<OwnedFd, Error> {
     let refuse = |problem: &str| Err(Error::File { path: path.to_owned(), problem: problem.to_owned() });
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
@@ -111,7 +111,7 @@ pub(super) fn open_view(path: &Path, file: &OwnedFd) -> Result<OwnedFd, Error> {
     Ok(view)
 }
 
-/// By `path` no file can be opened or made.
+/// Makes the error for a `path` at which no file can be opened or made.
 fn unopened(path: &Path, errno: Errno) -> Error {
     let remedy = match errno {
         Errno::LOOP => "pass the path of the file itself, not of a link",
@@ -124,7 +124,7 @@ fn unopened(path: &Path, errno: Errno) -> Error {
     Error::File { path: path.to_owned(), problem: format!("cannot be opened: {errno}; {remedy}") }
 }
 
-/// Refuses a place that cannot hold the pool, before anything is created there.
+/// Fails for a place that cannot hold the pool, before any file is created there.
 fn check_place(path: &Path, bytes: u64, hugepages: bool) -> Result<(), Error> {
     let folder = match path.parent() {
         Some(folder) if !folder.as_os_str().is_empty() => folder,
@@ -145,7 +145,7 @@ fn check_place(path: &Path, bytes: u64, hugepages: bool) -> Result<(), Error> {
             return refuse("is not on tmpfs or hugetlbfs: pass a path under /dev/shm or a hugetlbfs mount");
         }
     }
-    // Of a hugetlbfs without size=, the kernel says none or all ones.
+    // For a hugetlbfs without size= the kernel reports 0 or all ones.
     let sized = kind(&fs) == TMPFS_MAGIC || !matches!(fs.f_blocks, 0 | u64::MAX);
     let available = held.saturating_add(fs.f_bavail.saturating_mul(fs.f_bsize as u64));
     if sized && available < bytes {
@@ -160,7 +160,8 @@ fn kind(fs: &StatFs) -> u32 {
     fs.f_type as u32
 }
 
-/// Takes the memory of `len` bytes from `start` now, and not when a page is first touched. A file that was cut stays so.
+/// Takes the memory of `len` bytes from `start` now, and not at the first touch of a page. The size of a cut
+/// file stays.
 pub(super) fn reserve(fd: &OwnedFd, start: u64, len: u64) -> Result<(), Error> {
     loop {
         match rustix::fs::fallocate(fd, FallocateFlags::KEEP_SIZE, start, len) {
@@ -182,7 +183,7 @@ fn memory_available() -> Option<u64> {
     Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? * 1024)
 }
 
-/// The machine's boot id, its 16 bytes in order, as a little-endian number.
+/// Returns the machine's boot id, its 16 bytes in order, as a little-endian number.
 pub(super) fn boot_id() -> Result<u128, Error> {
     let doing = "read /proc/sys/kernel/random/boot_id";
     let text = fs::read_to_string("/proc/sys/kernel/random/boot_id")

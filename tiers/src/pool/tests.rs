@@ -18,7 +18,7 @@ fn config(path: Option<PathBuf>) -> Config {
     Config { bytes: 2 * SEGMENT, segment_bytes: SEGMENT, path, hugepages: false, epoch: 42 }
 }
 
-/// A path on tmpfs that is removed at the end.
+/// A path on tmpfs, removed at the end.
 struct TmpfsPath(PathBuf);
 
 impl TmpfsPath {
@@ -90,7 +90,8 @@ fn a_memfd_pool_serves_engines_that_can_only_read() {
     assert_eq!(rustix::io::write(&again, b"x").expect_err("sealed"), Errno::PERM);
 }
 
-/// Whoever has an engine's descriptor can neither write the pool nor cut it; that descriptor, reopened for writing.
+/// Checks that an engine's descriptor cannot write or cut the pool. Returns that descriptor reopened
+/// for writing.
 fn check_sealed(pool: &Pool) -> OwnedFd {
     let engine = pool.read_only_fd().expect("opened");
     let writable = Region::map(engine.as_fd(), pool.len() as usize, Access::ReadWrite);
@@ -150,7 +151,7 @@ fn a_pool_file_is_private_locked_and_outlives_its_sidecar() {
     assert_eq!(pool.remains(1, &geometry, 4..8), [Remains::Free, disowned, debris, whole]);
     assert!(pool.verify(kept));
     assert_eq!(pool.unsummed(1), [], "nobody knows what became of the block since its life");
-    // A bit of the block, or of what its header says of it, and another filling's number.
+    // A bit of the block, or of its fields in the header, and another filling's number.
     let header = geometry.place(kept.offset).expect("a slot").header;
     for (at, bit) in
         [(kept.offset, 0), (kept.offset + BLOCK - 1, 7), (header + slot::HASH, 63), (header + slot::GROUP, 1)]
@@ -166,7 +167,7 @@ fn a_pool_file_is_private_locked_and_outlives_its_sidecar() {
     assert!(!view(&region).verify(kept, BLOCK));
 }
 
-/// The same file on a read-only mount needs a privilege to make: where there is none, only the refusals are seen.
+/// The same file on a read-only mount needs a privilege: without it the test sees only the refusals.
 #[test]
 fn a_view_cannot_be_opened_for_writing() {
     let (path, other) = (TmpfsPath::new("viewed"), TmpfsPath::new("other-file"));
@@ -263,18 +264,18 @@ fn a_file_that_lost_memory_between_two_lives_is_not_taken_over() {
     }
 }
 
-/// The pool in a file, of this life or the next.
+/// Makes the pool in a file, of this life or the next.
 fn created_in(path: &TmpfsPath) -> Pool {
     created(&config(Some(path.0.clone())))
 }
 
-/// A pool as `config` says.
+/// Makes a pool with the settings `config`.
 pub(crate) fn created(config: &Config) -> Pool {
     unlocked(config).expect("created")
 }
 
-/// What comes of a pool as `config` says, whose file's lock is free. A child that another test has just forked holds it
-/// until it runs its own program.
+/// Makes a pool with the settings `config`, retrying while its file is locked. A child just forked by another
+/// test holds the lock until it runs its own program.
 fn unlocked(config: &Config) -> Result<Pool, Error> {
     for _ in 0..1000 {
         match Pool::create(config) {
@@ -352,7 +353,7 @@ fn a_pool_of_a_later_release_that_this_one_reads_is_adopted() {
     let word = |at: u64| pool.region().word64(at as usize);
     let stated = [header::VERSION, header::OLDEST].map(|at| word(at).load(Ordering::Relaxed));
     assert_eq!(stated, [pool::VERSION.into(), pool::OLDEST.into()], "written by this release from now on");
-    // What the later release kept in a slot's reserved words is not there after a filling of this one.
+    // The later release's values in a slot's reserved words are zeros after a filling of this release.
     let next = SlotRef { generation: pool.first_generation(), ..slot(0) };
     let header = geometry.place(next.offset).expect("a slot").header;
     let padding = (slot::PADDING..pool::SLOT_HEADER_BYTES).step_by(8).map(|at| word(header + at));

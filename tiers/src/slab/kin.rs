@@ -61,7 +61,7 @@ impl Slab {
         (left == 0).then_some(parent)
     }
 
-    /// The parent of a block, if it is kept.
+    /// Returns the parent of a block, if it is kept.
     pub(crate) fn parent(&self, id: u32) -> Option<u32> {
         let entry = self.entries.get(id);
         let parent = self.entries.get_or_vacant(entry.parent);
@@ -69,7 +69,7 @@ impl Slab {
         is_there.then_some(entry.parent)
     }
 
-    /// Count of a block's kept children.
+    /// Returns the number of a block's kept children.
     pub(crate) fn children(&self, id: u32) -> u32 {
         match self.entries.get(id).children() {
             Entry::CHILDREN_MAX => self.many[&id],

@@ -4,7 +4,7 @@ use super::{Class, Entry, Place, Slab, Standing};
 use crate::ledger::HolderId;
 use crate::list::{List, Run, Spot};
 
-/// One of the policy's lists: of which class, in 16 bits, whose, in 8, and of which sort, in 8. Compared as one word.
+/// One of the policy's lists: its class in 16 bits, its holder in 8, and its sort in 8. Compared as one word.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 struct Shelf(u32);
 
@@ -19,7 +19,7 @@ struct Move {
 // === impl Shelf ===
 
 impl Shelf {
-    /// The list that an entry is in, or is to be in, if the policy keeps it.
+    /// Returns the policy's list of an entry, present or next.
     #[inline]
     fn of(entry: &Entry, class: u16) -> Self {
         let holder = entry.claims.holder().byte();
@@ -36,8 +36,9 @@ impl Shelf {
 // === impl Slab: raising ===
 
 impl Slab {
-    /// Moves entries that are in no free list to the heads of the lists of their sorts, one after the other. `standing` says what
-    /// each one's is from now on. Most are a chain that was moved so before: neighbours move together, and are not linked anew.
+    /// Moves entries, none of them in a free list, to the heads of the lists of their sorts, one after the
+    /// other. `standing` returns the new standing of each. Most are a chain moved so before: neighbours move
+    /// together, and are not linked again.
     pub(crate) fn raise(&mut self, ids: &[u32], mut standing: impl FnMut(&Entry) -> Standing) {
         let mut moving: Option<Move> = None;
         for id in ids {
@@ -90,7 +91,7 @@ mod tests {
     const BLOCK_BYTES: u64 = 64 << 10;
     const BLOCKS: u32 = 24;
 
-    /// Blocks of two holders; one in three counts to a quota.
+    /// Blocks of two holders; one in three is charged to a quota.
     fn slab() -> (Slab, QuotaId) {
         let mut slab = Slab::new(SEGMENT_BYTES, 1);
         let quota = slab.quotas_mut().add(u64::MAX);
@@ -113,7 +114,7 @@ mod tests {
     fn elements(queues: &Queues, table: &mut impl Links) -> Vec<Vec<u32>> {
         let mut of = |list: &List| {
             let previous = |id: &u32| Some(table.link(*id).previous).filter(|id| *id != NIL);
-            // As many as there can be: broken lists may have no end.
+            // At most the number of blocks: broken lists may have no end.
             let ids: Vec<u32> =
                 std::iter::successors(list.tail(), previous).take(BLOCKS as usize + 1).collect();
             assert_eq!(ids.len(), list.len() as usize);
@@ -143,7 +144,7 @@ mod tests {
                     singly.0.move_to(ids[0], Place::Detached);
                     continue;
                 }
-                // What was moved before is moved again, with what comes now.
+                // A chain moved before is moved again, with the new ones.
                 let again = chains.get(turn as usize).cloned().unwrap_or_default();
                 let chain = [again, ids].concat();
                 let sort = Sort::of_turn(0, 1 + turn);

@@ -1,4 +1,5 @@
-//! A device at work: one thread carries out jobs with a carrier of its own, another reads what earlier lives left.
+//! A device at work: one thread carries out jobs with its own carrier, another reads the blocks left by
+//! earlier lives.
 
 mod activity;
 mod worker;
@@ -22,7 +23,7 @@ use super::{Job, Opened, Tell, Up};
 use crate::Error;
 use crate::io::carrier::{Backend, Carrier};
 
-/// The longest that dropping a device waits for its threads; a kernel that answers later keeps what it has.
+/// The longest wait for a device's threads on drop; a thread still in the kernel keeps its memory.
 const STOP_MAX: Duration = Duration::from_secs(5);
 
 /// A device at work. Dropping it ends its threads: jobs in flight end first, queued ones as
@@ -40,9 +41,10 @@ pub struct Device {
 // === impl Device ===
 
 impl Device {
-    /// Starts device `number`. It reads what earlier lives left, in parts, and serves jobs meanwhile. `pool` is the
-    /// memory that offsets of jobs name. Its bytes are moved by the backend that is wanted, or by io_uring where the kernel
-    /// allows that and by threads else. `up` is called on threads of the device, and must not wait but for [`Up::Recovered`].
+    /// Starts device `number`. It reads the blocks of earlier lives, in parts, and serves jobs meanwhile.
+    /// `pool` is the memory for the offsets of jobs. The wanted backend moves bytes; without one it is
+    /// io_uring, or threads if the kernel refuses io_uring. The device's threads call `up`. It must not wait,
+    /// except for [`Up::Recovered`].
     pub fn start(
         opened: Opened,
         number: usize,
@@ -71,7 +73,7 @@ impl Device {
         let recovery = Recovery::new(fd, number, &opened, Arc::clone(&tell), Arc::clone(&stop));
         let (ready, started) = mpsc::sync_channel(1);
         let (desk, bell) = (Desk::new(&opened, Blocks::new(pool)), Arc::clone(&wake));
-        // A ring belongs to the thread that makes it.
+        // A ring belongs to its making thread.
         let work = move || match make(opened.fd, bell, desk.blocks.clone()) {
             Ok(mut carrier) => {
                 let _ = ready.send(Ok((carrier.backend(), carrier.refused.take())));
@@ -89,12 +91,12 @@ impl Device {
         Ok(device)
     }
 
-    /// What moves its bytes.
+    /// Returns the backend that moves its bytes.
     pub fn backend(&self) -> Backend {
         self.backend
     }
 
-    /// Why that is no ring although none other was wanted.
+    /// Returns the kernel's reason for refusing a ring, if no backend was wanted.
     pub fn ring_refused(&self) -> Option<&io::Error> {
         self.ring_refused.as_ref()
     }
@@ -127,7 +129,7 @@ impl Drop for Device {
             }
             std::thread::sleep(step);
         }
-        // A thread that is stuck in the kernel is left to it.
+        // A thread stuck in the kernel is left alone.
         for thread in self.threads.drain(..).filter(JoinHandle::is_finished) {
             let _ = thread.join();
         }

@@ -1,4 +1,4 @@
-//! What lies on a device, little-endian, in units of what direct I/O and the file system handle whole.
+//! The layout of a device, little-endian, in units that direct I/O and the file system handle whole.
 //!
 //! ```text
 //! device:   superblock (unit 0), the check's unit (unit 1), what is distrusted (unit 2), nothing up to 1 MiB, segments
@@ -6,8 +6,9 @@
 //! block:    header (1 unit), bytes in whole units
 //! ```
 //!
-//! Every structure but the superblock has a checksum seeded with the log's random number and names its own place and its
-//! segment's sequence, which no two uses of a segment share: remains of other logs and of earlier uses match nothing.
+//! Every structure except the superblock has a checksum seeded with the log's random number, its own place
+//! and its segment's sequence. No two uses of a segment share a sequence: remains of other logs and of
+//! earlier uses match no lookup.
 
 use shm_protocol::key::{BlockHash, NamespaceDigest};
 pub(crate) use shm_protocol::pool::checksum;
@@ -18,17 +19,17 @@ use super::{Label, Place};
 
 /// Version of this layout.
 const VERSION: u32 = 3;
-/// The oldest version that this release reads rightly, and whose release reads what this one writes.
+/// The oldest version read correctly by this release, and the oldest whose release reads this one's files.
 const OLDEST: u32 = 3;
-/// Bytes before the first segment: segments then begin where erase blocks and stripes do.
+/// Bytes before the first segment, so segments begin at the borders of erase blocks and stripes.
 pub(crate) const SUPER_BYTES: u64 = 1 << 20;
 /// Units before the blocks of a segment.
 pub(crate) const HEADER_UNITS: u32 = 1;
-/// The smallest unit: the structures below fit one.
+/// The smallest unit: each structure below fits one.
 pub(crate) const UNIT_BYTES_MIN: u64 = 512;
 /// The largest unit: three fit before the first segment.
 pub(crate) const UNIT_BYTES_MAX: u64 = 64 << 10;
-/// The largest segment: a block in it is moved by one transfer.
+/// The largest segment: one transfer moves a block in it.
 pub(crate) const SEGMENT_BYTES_MAX: u64 = 1 << 30;
 /// Bits of a sequence below the number of its life.
 const LIFE_SHIFT: u32 = 32;
@@ -40,8 +41,9 @@ const SEGMENT_MAGIC: u64 = u64::from_le_bytes(*b"PILLSSEG");
 const BLOCK_MAGIC: u64 = u64::from_le_bytes(*b"PILLSBLK");
 const TRAILER_MAGIC: u64 = u64::from_le_bytes(*b"PILLSEND");
 const DISTRUSTED_MAGIC: u64 = u64::from_le_bytes(*b"PILLSDIS");
-/// Bytes of each structure that its checksum covers, from [`COVERED`] on. A superblock's covers all of the smallest unit: a
-/// release that adds fields leaves one that this release finds whole.
+/// Ends of the bytes covered by the checksum of each structure, from [`COVERED`] on. A superblock's checksum
+/// covers all of the smallest unit: a later release may add fields, and this release still finds the
+/// superblock whole.
 const SUPER_END: usize = UNIT_BYTES_MIN as usize;
 const SUPER_RELEASE: usize = 56;
 const SEGMENT_END: usize = 28;
@@ -50,7 +52,8 @@ const TRAILER_END: usize = 40;
 const DISTRUSTED_END: usize = DISTRUSTED_FIRST + DISTRUSTED_MAX * DISTRUSTED_BYTES;
 const DISTRUSTED_FIRST: usize = 32;
 const DISTRUSTED_BYTES: usize = 24;
-/// Namespaces that are distrusted one by one; the oldest of more are distrusted with all that is as old.
+/// Most namespaces distrusted one by one; beyond, the oldest ones are distrusted together with all blocks as
+/// old.
 const DISTRUSTED_MAX: usize = 16;
 const COVERED: usize = 16;
 
@@ -61,29 +64,29 @@ pub(crate) struct Super {
     pub(crate) id: u64,
     pub(crate) unit_bytes: u64,
     pub(crate) segment_bytes: u64,
-    /// Times that the log was opened.
+    /// Number of times the log was opened.
     pub(crate) life: u64,
 }
 
-/// What the first unit of a device turns out to be.
+/// The content of a device's first unit.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(crate) enum Found {
     Log(Super),
     Empty,
-    /// A log of a layout that this release does not read.
+    /// A log of a layout this release does not read.
     Version(Versions),
     /// A log whose superblock is damaged.
     Damaged,
-    /// Something else, which is not ours to write over.
+    /// Other data, which this process must not overwrite.
     Foreign,
 }
 
-/// Blocks that no later life may find: engines disagreed about what their namespace's blocks are.
+/// Blocks hidden from later lives: engines disagreed about the KV of their namespace.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub(crate) struct Distrusted {
-    /// Those of every namespace in segments of lower sequences.
+    /// Sequences below this one are distrusted for every namespace.
     floor: u64,
-    /// Those of a namespace in segments of lower sequences, the first distrusted first.
+    /// Namespaces, each with a sequence below which its blocks are distrusted, the first distrusted first.
     namespaces: Vec<(NamespaceDigest, u64)>,
 }
 
@@ -124,7 +127,8 @@ fn put(unit: &mut [u8], at: usize, bytes: &[u8]) {
     unit[at..at + bytes.len()].copy_from_slice(bytes);
 }
 
-/// Ends a structure whose fields were put: magic, then the checksum of all from [`COVERED`] to `end`.
+/// Ends a structure after its fields were put: magic, then the checksum of all bytes from [`COVERED`] to
+/// `end`.
 fn seal(unit: &mut [u8], magic: u64, seed: u64, end: usize) {
     put(unit, 0, &magic.to_le_bytes());
     let checksum = XxHash3_64::oneshot_with_seed(seed, &unit[COVERED..end]);
@@ -135,31 +139,31 @@ fn sealed(unit: &[u8], magic: u64, seed: u64, end: usize) -> bool {
     get64(unit, 0) == magic && get64(unit, 8) == XxHash3_64::oneshot_with_seed(seed, &unit[COVERED..end])
 }
 
-/// The layouts that this release reads; written into the superblock.
+/// Returns the layouts read by this release, for the superblock too.
 pub(crate) fn own_versions() -> Versions {
     Versions::own(VERSION, OLDEST)
 }
 
 // === sizes ===
 
-/// Units of a block with its header.
+/// Returns the units of a block with its header.
 pub(crate) fn block_units(bytes: u32, unit_bytes: u64) -> u32 {
     1 + u64::from(bytes).div_ceil(unit_bytes) as u32
 }
 
-/// Units of a footer that lists `count` blocks.
+/// Returns the units of a footer with `count` blocks.
 pub(crate) fn footer_units(count: u32, unit_bytes: u64) -> u32 {
     (u64::from(count) * ENTRY_BYTES as u64).div_ceil(unit_bytes) as u32 + 1
 }
 
 // === sequences ===
 
-/// The first sequence that a life gives out: its number is the upper half of each.
+/// Returns the first sequence of a life: its number is the upper half of each.
 pub(crate) fn first_sequence(life: u64) -> u64 {
     life << LIFE_SHIFT
 }
 
-/// A sequence above all that the life of `sequence` gives out, and below those of the next life.
+/// Returns a sequence above all those of `sequence`'s life, and below those of the next life.
 pub(crate) fn life_end(sequence: u64) -> u64 {
     sequence | ((1 << LIFE_SHIFT) - 1)
 }
@@ -167,7 +171,7 @@ pub(crate) fn life_end(sequence: u64) -> u64 {
 // === impl Super ===
 
 impl Super {
-    /// Writes it as a release of these versions does.
+    /// Writes the superblock as a release of these versions does.
     pub(crate) fn write(&self, own: &Versions, unit: &mut [u8]) {
         unit.fill(0);
         put(unit, 16, &own.version.to_le_bytes());
@@ -179,12 +183,12 @@ impl Super {
         seal(unit, SUPER_MAGIC, 0, SUPER_END);
     }
 
-    /// Whether a superblock that was cut short began so.
+    /// True if a superblock that was cut short began so.
     pub(crate) fn begins(bytes: &[u8]) -> bool {
         SUPER_MAGIC.to_le_bytes().starts_with(bytes)
     }
 
-    /// Magic, versions and release stay where they are in every version.
+    /// Reads a superblock. Magic, versions and release keep their places in every version.
     pub(crate) fn read(unit: &[u8]) -> Found {
         if unit.iter().all(|byte| *byte == 0) {
             return Found::Empty;
@@ -208,7 +212,7 @@ impl Super {
 // === impl Distrusted ===
 
 impl Distrusted {
-    /// Where on a device it lies, in bytes.
+    /// Returns its place on a device, in bytes.
     pub(crate) fn offset(unit_bytes: u64) -> u64 {
         2 * unit_bytes
     }
@@ -222,7 +226,7 @@ impl Distrusted {
         }
     }
 
-    /// Whether a namespace's blocks in a segment are among them.
+    /// True if a namespace's blocks in a segment of this sequence are distrusted.
     pub(crate) fn has(&self, namespace: NamespaceDigest, sequence: u64) -> bool {
         let listed = |(other, before): &(NamespaceDigest, u64)| *other == namespace && sequence < *before;
         sequence < self.floor || self.namespaces.iter().any(listed)
@@ -260,7 +264,7 @@ pub(crate) fn write_segment(unit: &mut [u8], id: u64, segment: u32, sequence: u6
     seal(unit, SEGMENT_MAGIC, id, SEGMENT_END);
 }
 
-/// The sequence of `segment`, if this is its header.
+/// Returns the sequence of `segment`, if this is its header.
 pub(crate) fn read_segment(unit: &[u8], id: u64, segment: u32) -> Option<u64> {
     let valid = sealed(unit, SEGMENT_MAGIC, id, SEGMENT_END) && get32(unit, 24) == segment;
     valid.then(|| get64(unit, 16))
@@ -302,7 +306,7 @@ impl Header {
 
 // === footers ===
 
-/// Appends a block that begins at `unit` to a footer's entries.
+/// Appends a block to a footer's entries; it begins at `unit`.
 pub(crate) fn push_entry(entries: &mut Vec<u8>, unit: u32, label: &Label) {
     entries.extend_from_slice(&unit.to_le_bytes());
     entries.extend_from_slice(&label.bytes.to_le_bytes());
@@ -312,7 +316,7 @@ pub(crate) fn push_entry(entries: &mut Vec<u8>, unit: u32, label: &Label) {
     entries.extend_from_slice(&label.hash.0);
 }
 
-/// The entries of a footer.
+/// Returns the entries of a footer.
 pub(crate) fn read_entries(entries: &[u8]) -> impl Iterator<Item = (u32, Label)> + '_ {
     entries.chunks_exact(ENTRY_BYTES).map(|entry| {
         let label = Label {
@@ -348,7 +352,7 @@ impl Trailer {
         })
     }
 
-    /// Whether `entries` are what it lists.
+    /// True if `entries` match the trailer.
     pub(crate) fn lists(&self, entries: &[u8]) -> bool {
         entries.len() == self.count as usize * ENTRY_BYTES && checksum(entries) == self.checksum
     }

@@ -1,4 +1,4 @@
-//! Where a log may lie. All of it is found out before anything is written.
+//! The place of a log. It is checked completely before any write.
 
 use std::path::{Path, PathBuf};
 
@@ -9,34 +9,34 @@ use shm_protocol::region::TMPFS_MAGIC;
 use super::format::SUPER_BYTES;
 use crate::Error;
 
-/// The least segments of a log: one that is written, one that comes next, and two that hold blocks.
+/// Fewest segments of a log: the open one, the next one, and two with blocks.
 pub(super) const SEGMENTS_MIN: u64 = 4;
-/// The smallest segment by default: holds the blocks of common models.
+/// The smallest default segment: it holds the blocks of common models.
 pub(super) const SEGMENT_BYTES_MIN: u64 = 4 << 20;
-/// The file in a folder that is given as a device.
+/// The log's file in a folder given as a device.
 const FILE_NAME: &str = "pillion.log";
 /// `f_type` of ramfs, which keeps its files in memory as tmpfs does.
 const RAMFS_MAGIC: u32 = 0x8584_58f6;
 
-/// What becomes of a path where nothing is.
+/// The treatment of a path without a file.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub enum Missing {
-    /// It is refused where the disk that it is for is most likely not mounted, see [`filled_instead`].
+    /// Refuse it, if its disk is most likely not mounted: see [`filled_instead`].
     Refuse,
-    /// A file is made.
+    /// Make a file.
     Create,
 }
 
 /// Makes errors with the path of a device.
 pub(super) struct DeviceErrors<'a>(pub(super) &'a Path);
 
-/// The file or block device for a log of `bytes` at `path`: a file, a folder (its file `pillion.log`) or a block device.
-/// Nothing is written.
+/// Returns the file or block device for a log of `bytes` at `path`: a file, a folder (its file `pillion.log`)
+/// or a block device. Writes nothing. Fails if the place cannot hold a log.
 pub fn locate(path: &Path, bytes: u64, missing: Missing) -> Result<PathBuf, Error> {
     locate_beside(Path::new("/"), path, bytes, missing)
 }
 
-/// The same, with a folder of the root disk.
+/// Does the same, with a folder of the root disk.
 fn locate_beside(root: &Path, path: &Path, bytes: u64, missing: Missing) -> Result<PathBuf, Error> {
     let errors = DeviceErrors(path);
     let least = SUPER_BYTES + SEGMENTS_MIN * SEGMENT_BYTES_MIN;
@@ -83,7 +83,7 @@ fn locate_beside(root: &Path, path: &Path, bytes: u64, missing: Missing) -> Resu
     Ok(file)
 }
 
-/// The folder that a path is in.
+/// Returns the folder of a path.
 fn parent(path: &Path) -> PathBuf {
     match path.parent() {
         Some(folder) if !folder.as_os_str().is_empty() => folder.to_owned(),
@@ -91,8 +91,9 @@ fn parent(path: &Path) -> PathBuf {
     }
 }
 
-/// Whose disk a new log would fill because its own is most likely not mounted: the root disk, or that of a folder that is no
-/// mount point. In a folder that is given as such, a log may lie on any disk but the root disk.
+/// Returns a folder of the disk that a new log would fill because its own is most likely not mounted: the
+/// root disk, or the disk of a folder without a mount. In a folder given as a device, a log may lie on any
+/// disk except the root disk.
 fn filled_instead<'a>(root: &'a Path, folder: &'a Path, is_folder: bool) -> Option<&'a Path> {
     if device(folder) == device(root) {
         return Some(root);
@@ -100,12 +101,12 @@ fn filled_instead<'a>(root: &'a Path, folder: &'a Path, is_folder: bool) -> Opti
     (!is_folder && !is_mount_point(folder)).then_some(folder)
 }
 
-/// The file system that a path lies on.
+/// Returns the file system of a path.
 fn device(path: &Path) -> Option<u64> {
     rustix::fs::stat(path).ok().map(|stat| stat.st_dev)
 }
 
-/// Whether something other than the root disk is mounted at `folder`.
+/// True if a disk other than the root disk is mounted at `folder`.
 fn is_mount_point(folder: &Path) -> bool {
     let Ok(folder) = folder.canonicalize() else { return false };
     let Some(above) = folder.parent() else { return false };
@@ -138,7 +139,7 @@ impl DeviceErrors<'_> {
     }
 }
 
-/// What an operator can do about an answer of the kernel's.
+/// Returns the remedy for an error of the kernel.
 fn remedy(errno: Errno) -> &'static str {
     match errno {
         Errno::ACCESS | Errno::PERM => {
@@ -186,7 +187,7 @@ mod tests {
         assert!(text.contains("would be created on the disk of /:"), "{text}");
     }
 
-    /// Where a disk is not mounted, its mount point is a folder of the root disk.
+    /// The mount point of a disk that is not mounted is a folder of the root disk.
     #[test]
     fn a_new_log_in_a_folder_of_the_root_disk_is_refused_unless_that_is_asked_for() {
         let (folder, other) = (folder("root"), Path::new("/proc"));

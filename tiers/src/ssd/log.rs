@@ -1,8 +1,9 @@
-//! The SSD tier's decisions: which block lies where, what is reclaimed, what is refused. Pure: no I/O, no clock.
+//! The SSD tier's decisions: the place of each block, reclamation, refusals. Pure: no I/O, no clock.
 //!
-//! Blocks are appended to a device's open segment. When few segments are free, the one with the fewest live blocks is reclaimed: these
-//! are written again. Where none has enough that went, so that a move would gain no room, the oldest is dropped with its blocks. No
-//! write waits for that: without room it is refused.
+//! Blocks are appended to a device's open segment. When few segments are free, the one with the fewest live
+//! blocks is reclaimed: these are written again. If too few blocks of every segment are gone, a move would
+//! gain no room, and the oldest segment is dropped with its blocks. No write waits for reclamation: without
+//! room it is refused.
 
 mod breaker;
 mod distrusts;
@@ -32,37 +33,38 @@ use crate::list::Spot;
 use crate::standing::Standing;
 use crate::watch::Watch;
 
-/// Keys looked up side by side, so that their cache misses overlap.
+/// Keys looked up side by side, so their cache misses overlap.
 const BATCH: usize = 32;
 /// Sizes and limits of the tier.
 #[derive(Clone, Debug)]
 pub struct Config {
     /// The devices, in the order of their numbers.
     pub devices: Vec<Geometry>,
-    /// Bytes that may be on their way to one device; beyond, writes are refused.
+    /// Most bytes on their way to one device; beyond, writes are refused.
     pub write_bytes_max: u64,
-    /// Milliseconds after which a job is late. A device that has ended no job for as long is taken for broken.
+    /// Milliseconds after which a job is late. A device without an ended job for that long is taken for
+    /// broken.
     pub late_ms: u64,
 }
 
-/// A block is not taken in, or not read. Nothing else follows.
+/// A block is not written, or not read. There are no other effects.
 #[derive(Copy, Clone, Debug, Eq, Error, PartialEq)]
 pub enum Refused {
-    /// Kept already, or being written.
+    /// The block is kept already, or being written.
     #[error("the block is kept already")]
     Present,
-    /// More is on its way than a device takes, or no segment is free yet.
+    /// A device has enough writes on their way, or no segment is free yet.
     #[error("the devices are busy")]
     Busy,
     /// Every device's breaker is open.
     #[error("no device works")]
     Down,
-    /// No segment can hold it.
+    /// No segment can hold the block.
     #[error("the block is larger than a segment")]
     TooLarge,
 }
 
-/// What the tier holds and has done, all devices together and each.
+/// The tier's fill level and counters, of all devices together and of each.
 #[derive(Clone, Debug, Default)]
 pub struct Stats {
     /// Blocks that can be found.
@@ -70,32 +72,32 @@ pub struct Stats {
     pub devices: Vec<DeviceStats>,
 }
 
-/// What one device holds and has done.
+/// The fill level and counters of one device.
 #[derive(Clone, Debug, Default)]
 pub struct DeviceStats {
     /// Blocks that can be found while the device works.
     pub blocks: u64,
     pub bytes: u64,
     pub segments: u32,
-    /// Segments with nothing in them.
+    /// Empty segments.
     pub segments_free: u32,
-    /// Segments whose remains of earlier lives were read; all of them once `recovering` is false.
+    /// Segments read for blocks of earlier lives; all of them once `recovering` is false.
     pub segments_read: u32,
-    /// Whether remains of earlier lives are still being read.
+    /// True while blocks of earlier lives are being read.
     pub recovering: bool,
-    /// Whether the breaker is open: the device answers "miss" and takes nothing.
+    /// True while the breaker is open: the device answers "miss" and takes no writes.
     pub down: bool,
     /// Times the breaker opened.
     pub trips_total: u64,
     /// Blocks of earlier lives.
     pub recovered_blocks_total: u64,
-    /// Blocks written, moves apart.
+    /// Blocks written, without moves.
     pub written_blocks_total: u64,
     pub written_bytes_total: u64,
     /// Blocks read and verified.
     pub read_blocks_total: u64,
     pub read_bytes_total: u64,
-    /// Reads that were refused, since more waited than the device reads in time.
+    /// Reads refused because too many were waiting for the device to read them in time.
     pub refused_reads_total: u64,
     /// Blocks rewritten by reclamation.
     pub moved_blocks_total: u64,
@@ -103,13 +105,13 @@ pub struct DeviceStats {
     /// Blocks dropped by reclamation.
     pub dropped_blocks_total: u64,
     pub jobs: u64,
-    /// Bytes a second with enough to do, by the best of the last times; 0: not known.
+    /// Bytes a second of a busy device, by the best of the last times; 0: not known.
     pub read_bytes_per_second: u64,
     /// Faults by kind, in the order of [`FaultKind::ALL`].
     pub faults: [u64; FaultKind::ALL.len()],
 }
 
-/// What a job is for.
+/// The purpose of a job.
 #[derive(Copy, Clone, Debug)]
 enum Errand {
     Write { key: BlockKey, slot: SlotRef, place: Place, bytes: u32 },
@@ -131,7 +133,7 @@ struct Flight {
     errand: Errand,
 }
 
-/// The SSD tier's index and what it has on its way.
+/// The SSD tier's index and its jobs on their way.
 #[derive(Debug)]
 pub struct Log {
     write_bytes_max: u64,
@@ -140,21 +142,21 @@ pub struct Log {
     index: Index,
     table: Table,
     order: Order,
-    /// What each namespace's blocks say on a device.
+    /// The digest of each namespace, for labels on a device.
     digests: HashMap<u32, NamespaceDigest>,
-    /// Which group of the order each namespace's blocks are in, where not the first.
+    /// The group of each namespace in the order of eviction, if not the first.
     groups: HashMap<u32, usize>,
-    /// Namespaces that began anew: nobody asks for these blocks any more.
+    /// Namespaces that were started again: no engine asks for their old blocks any more.
     retired: HashSet<u32>,
-    /// Units that copies of what DRAM has may take while others need room; `None` where those of all may.
+    /// Most units of copies of DRAM's blocks while others need room; `None` if copies of all have room.
     copies_max: Option<u64>,
     flights: BTreeMap<Ticket, Flight>,
     next_ticket: u64,
     now_ms: u64,
-    /// When the last [`Log::tick`] was.
+    /// The time of the last [`Log::tick`].
     ticked_ms: u64,
     jobs: Vec<Job>,
-    /// Works that a volume asks for, on their way to become jobs.
+    /// Works wanted by a volume, on their way to become jobs.
     wanted: Vec<Work>,
     watch: Watch,
 }
@@ -162,7 +164,7 @@ pub struct Log {
 // === impl Log: looking up ===
 
 impl Log {
-    /// An empty tier. Devices take writes once what they hold was recovered.
+    /// Makes an empty tier. A device takes writes once its blocks were recovered.
     pub fn new(config: Config) -> Self {
         Self {
             write_bytes_max: config.write_bytes_max,
@@ -185,7 +187,7 @@ impl Log {
         }
     }
 
-    /// Blocks of the leading run of `hashes` that can be read now.
+    /// Returns the number of blocks of the leading run of `hashes` that can be read now.
     pub fn probe(&self, namespace: u32, group: u32, hashes: &[BlockHash]) -> usize {
         let mut hits = 0;
         for batch in hashes.chunks(BATCH) {
@@ -201,8 +203,9 @@ impl Log {
         hits
     }
 
-    /// Prints of up to [`BATCH`] keys. The loads that miss the cache, bucket and entry, are first done for all, in loops
-    /// that do nothing else: then the core has many of them in flight, and whoever compares finds everything near.
+    /// Returns prints of up to [`BATCH`] keys. The loads outside of the cache, bucket and entry, first run
+    /// for all keys, in loops of their own: then the core has many of them in flight, and the comparing code
+    /// finds all words near.
     fn warmed(&self, keys: impl Iterator<Item = Print>) -> [Print; BATCH] {
         let mut prints = [Print::default(); BATCH];
         prints.iter_mut().zip(keys).for_each(|(print, key)| *print = key);
@@ -215,13 +218,13 @@ impl Log {
         prints
     }
 
-    /// Bytes of the block, if it can be read now.
+    /// Returns the bytes of the block, if it can be read now.
     pub fn keeps(&self, key: &BlockKey) -> Option<u32> {
         let id = self.find(key).filter(|id| self.readable(*id))?;
         Some(self.table.get(id).bytes)
     }
 
-    /// The device of a known block.
+    /// Returns the device of a known block.
     pub fn device(&self, key: &BlockKey) -> Option<usize> {
         self.find(key).map(|id| self.table.get(id).device.into())
     }
@@ -241,7 +244,7 @@ impl Log {
         on_device && !self.volumes[usize::from(entry.device)].breaker.is_open()
     }
 
-    /// The entry of a block as long as it lies where a job found it.
+    /// Returns the entry of a block as long as it lies at a job's place.
     fn still_at(&self, key: &BlockKey, device: usize, place: Place) -> Option<u32> {
         self.find(key).filter(|id| {
             let entry = self.table.get(*id);
@@ -253,8 +256,8 @@ impl Log {
 // === impl Log: writing and reading ===
 
 impl Log {
-    /// Takes a place for a committed block that lies in `slot`. The caller keeps the slot as it is until
-    /// [`Ended::Written`]. Never waits.
+    /// Takes a place for a committed block in `slot`, and begins its write. The caller keeps the slot as it
+    /// is until [`Ended::Written`]. Never waits. Fails as [`Refused`] says.
     pub fn write(
         &mut self,
         key: BlockKey,
@@ -263,7 +266,7 @@ impl Log {
         slot: SlotRef,
     ) -> Result<Ticket, Refused> {
         if let Some(id) = self.find(&key) {
-            // On a device that is gone it is of no use; another may take it.
+            // A block on a failed device is of no use; another device may take it.
             if self.table.get(id).state != State::Kept || self.readable(id) {
                 return Err(Refused::Present);
             }
@@ -285,7 +288,7 @@ impl Log {
         Ok(self.issue(device, Errand::Write { key, slot, place, bytes }, work))
     }
 
-    /// The device that takes a block: of those with room, the one with the least to do.
+    /// Chooses the device for a block: of those with room, the one with the least to do.
     fn choose(&mut self, bytes: u32) -> Result<usize, Refused> {
         if !self.volumes.iter().any(|volume| volume.could_hold(volume.units(bytes))) {
             return Err(Refused::TooLarge);
@@ -312,9 +315,9 @@ impl Log {
         chosen.ok_or(Refused::Busy)
     }
 
-    /// Begins to read a kept block into a slot that the caller is filling, and that is the job's until
-    /// [`Ended::Read`], with 1 of `parts` of what may wait for a device. `None`: not kept (any more), or its device is down or has
-    /// more to read than it can in time.
+    /// Begins to read a kept block into a slot being filled by the caller. The job owns the slot until
+    /// [`Ended::Read`]. The read may use 1 of `parts` of the bytes that may wait for a device. Returns `None`
+    /// if the block is not kept (any more), or its device is down or cannot read it in time.
     pub fn read(&mut self, now_ms: u64, key: &BlockKey, slot: SlotRef, parts: u64) -> Option<Ticket> {
         self.now_ms = self.now_ms.max(now_ms);
         let id = self.find(key).filter(|id| self.readable(*id))?;
@@ -339,17 +342,18 @@ impl Log {
         Label { namespace, group: key.group, hash: key.hash, bytes }
     }
 
-    /// Forgets a block in this life; whether it was known. A read that has begun goes on. What lies on the device stays until
-    /// its segment is reclaimed, and a later life finds it there.
+    /// Forgets a block in this life. Returns false if it was not known. A begun read goes on. The bytes on
+    /// the device stay until their segment is reclaimed, and a later life finds the block there.
     pub fn remove(&mut self, key: &BlockKey) -> bool {
         let id = self.find(key);
         id.iter().for_each(|id| self.forget(*id));
         id.is_some()
     }
 
-    /// Engines disagreed about a namespace: no later life finds what devices hold of it, nor what this life writes of it later, as
-    /// cleaning and memory do. Where it `begins_anew`, nobody asks for what this life knows of it, which stays where it lies, and
-    /// what is written of it later is of engines that begin anew, too.
+    /// Distrusts a namespace about whose KV engines disagreed: later lives find none of its blocks on
+    /// devices, also none written later in this life by moves and from memory. With `begins_anew`, no engine
+    /// asks for the known blocks of this life, and they stay where they lie; later writes are of engines that
+    /// start again, too, and later lives find those.
     pub fn distrust(&mut self, namespace: u32, digest: NamespaceDigest, begins_anew: bool) {
         if begins_anew {
             self.retired.insert(namespace);
@@ -362,21 +366,22 @@ impl Log {
         }
     }
 
-    /// Tells a device what is distrusted next, if there is anything and it is not being told already.
+    /// Issues the next job of distrusted blocks for a device, if one waits and none is under way.
     fn tell_distrusted(&mut self, device: usize) {
         if let Some(work) = self.volumes[device].distrusts.next(self.now_ms) {
             self.issue(device, Errand::Distrust, work);
         }
     }
 
-    /// Shows the next blocks that lie on a device or are being written, of a walk that begins at 0; where to go on, `None` at the
-    /// end. What comes or goes between two steps may be shown or not.
+    /// Passes the next blocks of a walk to `see`: those on a device or being written. The walk begins at 0.
+    /// Returns the next place, `None` at the end. Blocks that come or go between two steps may be seen or
+    /// not.
     pub fn walk(&self, from: usize, see: impl FnMut(&BlockKey)) -> Option<usize> {
         self.table.keys_of(from)?.for_each(see);
         Some(from + 1)
     }
 
-    /// What the devices must do next, in the order in which they must be given it.
+    /// Returns the next jobs of the devices, in the order in which the devices must get them.
     pub fn drain_jobs(&mut self) -> impl Iterator<Item = Job> + '_ {
         self.jobs.drain(..)
     }
@@ -405,7 +410,7 @@ impl Log {
         }
     }
 
-    /// Puts a vacant entry into the index: of a block that DRAM has, too.
+    /// Puts a vacant entry into the index, as a copy of a block in DRAM.
     fn enter(&mut self, id: u32, key: BlockKey, device: usize, place: Place, bytes: u32, state: State) {
         let entry = self.table.get_mut(id);
         (entry.key, entry.bytes, entry.state, entry.standing) = (key, bytes, state, Standing::ABOVE);
@@ -416,7 +421,7 @@ impl Log {
         volume.settle(place.segment, id, units);
     }
 
-    /// An entry in no list enters one: it is kept from now on.
+    /// Adds an entry of no list to its list: it is kept from now on.
     fn keep(&mut self, id: u32, spot: Spot) {
         let (group, units) = self.measure(id);
         let entry = self.table.get_mut(id);
@@ -428,7 +433,7 @@ impl Log {
         self.order.enter(&mut self.table, id, group, units, spot);
     }
 
-    /// The group of an entry's block, and the units that it counts for.
+    /// Returns the group of an entry's block, and its units.
     fn measure(&self, id: u32) -> (usize, u32) {
         let entry = self.table.get(id);
         let units = self.volumes[usize::from(entry.device)].share(entry.bytes);
@@ -458,19 +463,19 @@ impl Log {
 // === impl Log: state ===
 
 impl Log {
-    /// Whether a job is in flight, blocks are still to be moved or dropped, or a device is to be told again what is distrusted:
-    /// [`Log::tick`] should be called soon.
+    /// True if a job is in flight, blocks are still to be moved or dropped, or a device must write distrusted
+    /// blocks again: [`Log::tick`] should be called soon.
     pub fn busy(&self) -> bool {
         let is_due = |volume: &Volume| volume.reclaiming.is_some() && volume.takes();
         !self.flights.is_empty() || self.tells_distrusted() || self.volumes.iter().any(is_due)
     }
 
-    /// Whether a device that works has not written yet what is distrusted.
+    /// True if a working device has not written yet which blocks are distrusted.
     pub fn tells_distrusted(&self) -> bool {
         self.volumes.iter().any(|volume| volume.distrusts.any() && !volume.breaker.is_open())
     }
 
-    /// What it holds and has done.
+    /// Returns the fill level and the counters.
     pub fn stats(&self) -> Stats {
         let device = |volume: &Volume| DeviceStats {
             segments_free: volume.free_segments(),

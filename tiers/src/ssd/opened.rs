@@ -1,5 +1,5 @@
-//! Opens a device: finds its alignment, locks it, and checks or writes its superblock. Nothing that is not a log of ours
-//! is written over.
+//! Opens a device: finds its alignment, locks it, and checks or writes its superblock. Only a log of Pillion
+//! is ever overwritten.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
@@ -17,23 +17,23 @@ use crate::Error;
 use crate::given_up::{Cause, GivenUp};
 use crate::io::buf::{BUFFER_ALIGN, Buffer};
 
-/// A log of about so many segments loses a small part of what it holds to one reclamation.
+/// With about so many segments, a log loses a small part of its blocks to one reclamation.
 const SEGMENTS: u64 = 32;
-/// The largest segment by default: a killed sidecar's open segment is read through in a second.
+/// The largest default segment: a killed sidecar's open segment is read through in a second.
 const SEGMENT_BYTES_MAX: u64 = 256 << 20;
-/// A device has at most about so many segments, whose ends are read at start one after the other.
+/// Most segments of a device, about: the start reads their ends one after the other.
 const SEGMENTS_MANY: u64 = 4096;
-/// Direct I/O on memory that is aligned less is taken as it comes: every slot of the pool is.
+/// The smallest alignment of memory for direct I/O; every slot of the pool has it.
 const MEMORY_ALIGN: u64 = shm_protocol::pool::SLOT_ALIGN;
-/// What a file system without STATX_DIOALIGN is taken to need: no known one needs more.
+/// The assumed alignment for a file system without STATX_DIOALIGN: no known one needs more.
 const ALIGN_UNKNOWN: u64 = 4096;
 
-/// How long a device that is in use is asked for again: longer than the kernel takes to end what a dead process had in
-/// flight. Whoever has the lock knows that nothing is.
+/// How long the opening of a device in use is tried: longer than the kernel takes to end a dead process's
+/// transfers. The holder of the lock knows that none is in flight.
 const CLOSE_MAX: Duration = Duration::from_secs(10);
 const CLOSE_STEP: Duration = Duration::from_millis(10);
 
-/// A device that can be started.
+/// A device ready to start.
 #[derive(Debug)]
 pub struct Opened {
     pub(crate) fd: OwnedFd,
@@ -43,34 +43,35 @@ pub struct Opened {
     given_up: Option<GivenUp>,
 }
 
-/// What this life makes of what it found.
+/// The content of a device, as used by this life.
 #[derive(Debug)]
 enum Former {
-    /// It goes on with the log, of which so much is distrusted.
+    /// This life continues the log, with these distrusted blocks.
     Kept(Super, Distrusted),
-    /// It begins a log, and gives up what there was.
+    /// This life begins a log, and gives up the former one.
     None(Option<GivenUp>),
 }
 
-/// Where things lie on a device, and what its memory must be aligned to.
+/// The places of structures on a device, and the alignment of its memory.
 #[derive(Copy, Clone, Debug)]
 pub(crate) struct Layout {
     pub(crate) id: u64,
     pub(crate) unit_bytes: u64,
     pub(crate) segment_bytes: u64,
     pub(crate) segments: u32,
-    /// What memory that is not our own must be aligned to.
+    /// Alignment of memory outside of this process's buffers.
     pub(crate) memory_align: u64,
 }
 
-/// What direct I/O on an opened file asks for.
+/// Direct I/O's alignments for an opened file.
 #[derive(Copy, Clone, Debug)]
 struct Align {
     unit: u64,
     memory: u64,
 }
 
-/// A segment size for a device: a power of two near a 32nd of it, within 4 to 256 MiB, more for more than a TiB.
+/// Returns a segment size for a device: a power of two near a 32nd of it, within 4 to 256 MiB, more for more
+/// than a TiB.
 fn segment_bytes_for(bytes: u64) -> u64 {
     let usual = (bytes / SEGMENTS).clamp(SEGMENT_BYTES_MIN, SEGMENT_BYTES_MAX);
     1 << usual.max(bytes / SEGMENTS_MANY).min(format::SEGMENT_BYTES_MAX).ilog2()
@@ -79,8 +80,9 @@ fn segment_bytes_for(bytes: u64) -> u64 {
 // === impl Opened ===
 
 impl Opened {
-    /// Opens what [`locate`] finds for a log of `bytes` at `path`; locks it, and checks or writes its first units. What an
-    /// earlier life left stays, where it can be read.
+    /// Opens the place found by [`locate`] for a log of `bytes` at `path`, locks it, and checks or writes its
+    /// first units. Readable blocks of an earlier life stay. Fails if the place cannot be used, or holds
+    /// other data.
     pub fn open(path: &Path, bytes: u64, missing: Missing) -> Result<Self, Error> {
         Self::open_within(path, bytes, missing, CLOSE_MAX)
     }
@@ -140,13 +142,13 @@ impl Opened {
         self.geometry
     }
 
-    /// The log of an earlier life that starts empty now.
+    /// Returns the log of an earlier life that was given up, if there was one.
     pub fn given_up(&self) -> Option<&GivenUp> {
         self.given_up.as_ref()
     }
 }
 
-/// Opens and locks a file, made if there is none, or a block device that nobody else uses.
+/// Opens and locks a file, made if there is none, or a block device without another user.
 fn open_direct(
     file: &Path,
     errors: &DeviceErrors<'_>,
@@ -172,8 +174,8 @@ fn open_direct(
     Ok((fd, is_block))
 }
 
-/// Tries again for as long as the kernel may take to give up what a process that ended had: it closes rings, and with
-/// them files, behind its back.
+/// Tries again for as long as the kernel may take to release a dead process's files: it closes rings, and
+/// with them files, in the background.
 fn once_free<T>(close_max: Duration, mut attempt: impl FnMut() -> Result<T, Errno>) -> Result<T, Errno> {
     for _ in 0..close_max.as_millis() / CLOSE_STEP.as_millis() {
         match attempt() {
@@ -184,19 +186,19 @@ fn once_free<T>(close_max: Duration, mut attempt: impl FnMut() -> Result<T, Errn
     attempt()
 }
 
-/// What the device's first MiB holds. A file system's mark may lie anywhere in it.
+/// Returns the content of the device's first MiB. A file system's mark may lie anywhere in it.
 fn find(fd: &OwnedFd, unit: u64) -> Result<Found, Errno> {
     let mut buffer = Buffer::new(SUPER_BYTES as usize)?;
     let read = read_some(fd, buffer.bytes_mut(), 0)?;
     Ok(match Super::read(&buffer.bytes()[..unit as usize]) {
         Found::Empty if buffer.bytes().iter().any(|byte| *byte != 0) => Found::Foreign,
-        // Cut within its first word.
+        // The file was cut within its first word.
         Found::Foreign if Super::begins(&buffer.bytes()[..read]) => Found::Damaged,
         found => found,
     })
 }
 
-/// What lives of a log distrusted; `None` where the list is damaged, so that nobody can say it.
+/// Returns the blocks distrusted by earlier lives of a log; `None` if the list is damaged.
 fn distrusted(fd: &OwnedFd, superblock: &Super) -> Result<Option<Distrusted>, Errno> {
     let unit = superblock.unit_bytes;
     let mut buffer = Buffer::new(unit as usize)?;
@@ -214,7 +216,7 @@ pub(crate) fn read_some(fd: impl AsFd, bytes: &mut [u8], at: u64) -> Result<usiz
             Err(Errno::INTR) => {}
             Err(errno) => return Err(errno),
         }
-        // Direct I/O goes on from whole units alone; a ragged end is the end of the file.
+        // Direct I/O continues at whole units alone; a ragged end is the end of the file.
         if !(read as u64).is_multiple_of(format::UNIT_BYTES_MIN) {
             break;
         }
@@ -236,7 +238,7 @@ pub(crate) fn write_all(fd: impl AsFd, bytes: &[u8], at: u64) -> Result<(), Errn
     Ok(())
 }
 
-/// Whether this life can go on with what was found.
+/// Decides if this life can continue the found log.
 fn former(fd: &OwnedFd, found: Found, unit: u64, bytes: u64) -> Result<Former, Errno> {
     let fits = |log: &Super| {
         log.unit_bytes == unit
@@ -265,7 +267,7 @@ fn former(fd: &OwnedFd, found: Found, unit: u64, bytes: u64) -> Result<Former, E
     Ok(Former::None(given_up))
 }
 
-/// The superblock of a log's first life.
+/// Returns the superblock of a log's first life.
 fn new_log(unit: u64, bytes: u64) -> Result<Super, Errno> {
     let mut id = [0; 8];
     rustix::rand::getrandom(&mut id, rustix::rand::GetRandomFlags::empty())?;
@@ -274,7 +276,7 @@ fn new_log(unit: u64, bytes: u64) -> Result<Super, Errno> {
     Ok(Super { id, unit_bytes: unit, segment_bytes, life: 1 })
 }
 
-/// Reserves a file's blocks, so that it does not run out of space later; checks a device's size.
+/// Reserves a file's blocks, so it does not run out of space later; checks a device's size.
 fn make_room(fd: &OwnedFd, is_block: bool, bytes: u64, errors: &DeviceErrors<'_>) -> Result<(), Error> {
     let there = rustix::fs::seek(fd, SeekFrom::End(0)).map_err(errors.os("be measured"))?;
     if is_block {
@@ -299,8 +301,9 @@ fn make_room(fd: &OwnedFd, is_block: bool, bytes: u64, errors: &DeviceErrors<'_>
     }
 }
 
-/// Writes the superblock, the check's unit and what is distrusted, and waits until they lie on the medium: no sequence is given out
-/// twice. Where a power cut leaves the first without the last, the next life takes the list for damaged.
+/// Writes the superblock, the check's unit and the distrusted blocks, and waits until they lie on the medium:
+/// no sequence is given out twice. After a power cut between the first and the last of them, the next life
+/// finds the list damaged.
 fn write_begin(fd: &OwnedFd, superblock: &Super, distrusted: &Distrusted) -> Result<(), Errno> {
     let (unit, list) = (superblock.unit_bytes as usize, Distrusted::offset(superblock.unit_bytes) as usize);
     let mut buffer = Buffer::new(list + unit)?;
@@ -314,8 +317,8 @@ fn write_begin(fd: &OwnedFd, superblock: &Super, distrusted: &Distrusted) -> Res
 // === impl Align ===
 
 impl Align {
-    /// What the kernel says. Units are the file system's blocks at least: smaller writes to a file wait for each other,
-    /// and a device with larger physical sectors would read before it writes.
+    /// Asks the kernel. Units are at least the file system's blocks: smaller writes to a file wait for each
+    /// other, and a device with larger physical sectors would read before it writes.
     fn of(fd: &OwnedFd, is_block: bool) -> Result<Self, Errno> {
         if is_block {
             let logical = u64::from(rustix::fs::ioctl_blksszget(fd)?);
@@ -325,7 +328,7 @@ impl Align {
         }
         let blocks = rustix::fs::fstat(fd)?.st_blksize as u64;
         let (memory, offset) = direct(fd)?.unwrap_or((ALIGN_UNKNOWN, ALIGN_UNKNOWN));
-        // Some file systems report what they like to transfer at a time, which may be much more.
+        // Some file systems report their preferred transfer size here, maybe much more.
         let blocks = if blocks <= format::UNIT_BYTES_MAX { blocks } else { ALIGN_UNKNOWN };
         Ok(Self::new(offset.max(blocks), memory))
     }
@@ -335,7 +338,7 @@ impl Align {
     }
 }
 
-/// The alignment of memory and of offsets, where the kernel knows it (since 6.1, for most file systems).
+/// Returns the alignment of memory and of offsets, if the kernel knows it (since 6.1, for most file systems).
 fn direct(fd: &OwnedFd) -> Result<Option<(u64, u64)>, Errno> {
     let stat: Statx = match rustix::fs::statx(fd, "", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN) {
         Err(Errno::NOSYS) => return Ok(None),
@@ -363,23 +366,23 @@ impl Layout {
         Ok((buffer, self.offset(segment, self.segment_units() - units)))
     }
 
-    /// Where a unit of a segment lies on the device.
+    /// Returns the offset of a unit of a segment on the device.
     pub(crate) fn offset(&self, segment: u32, unit: u32) -> u64 {
         SUPER_BYTES + u64::from(segment) * self.segment_bytes + u64::from(unit) * self.unit_bytes
     }
 
-    /// Units of a segment.
+    /// Returns the number of units of a segment.
     pub(crate) fn segment_units(&self) -> u32 {
         (self.segment_bytes / self.unit_bytes) as u32
     }
 
-    /// Bytes of a unit.
+    /// Returns the bytes of a unit.
     pub(crate) fn unit(&self) -> usize {
         self.unit_bytes as usize
     }
 
-    /// Bytes from the front of a block at `offset` in the pool that can be transferred in place; the rest goes through
-    /// a buffer of our own.
+    /// Returns the first bytes of a block at `offset` in the pool that direct I/O can transfer in place. The rest
+    /// goes through a buffer.
     pub(crate) fn in_place(&self, offset: u64, bytes: u32) -> u32 {
         let aligned = offset.is_multiple_of(self.memory_align);
         if aligned { bytes - bytes % self.unit_bytes as u32 } else { 0 }

@@ -1,4 +1,4 @@
-//! What the means of this tier move on a device at most: its transfers alone, without a log, checksums or jobs.
+//! The transfers of this tier alone, without a log, checksums or jobs, to measure the most a device can move.
 
 use std::io;
 use std::sync::Arc;
@@ -13,17 +13,17 @@ use crate::io::carrier::Carrier;
 pub use crate::io::transfer::Direction;
 use crate::io::transfer::{Memory, TRANSFERS_MAX, Transfer};
 
-/// Transfers of one device. What they write leaves no log that could be read.
+/// Transfers of one device. Their writes leave no readable log.
 pub struct Raw {
     carrier: Carrier,
-    /// Bytes behind the first MiB, which is left as it is.
+    /// Bytes behind the first MiB; that MiB is left as it is.
     bytes: u64,
 }
 
 // === impl Raw ===
 
 impl Raw {
-    /// With the backend that is wanted, else what the kernel allows; transfers move bytes of `pool`.
+    /// Uses the wanted backend, otherwise the first one the kernel allows; transfers move bytes of `pool`.
     pub fn new(opened: Opened, pool: &Arc<Region>, wanted: Option<Backend>) -> io::Result<Self> {
         let wake = wait::eventfd()?;
         let bytes = opened.layout.segment_bytes * u64::from(opened.layout.segments);
@@ -31,18 +31,18 @@ impl Raw {
         Ok(Self { carrier, bytes })
     }
 
-    /// What moves the bytes.
+    /// Returns the backend that moves the bytes.
     pub fn backend(&self) -> Backend {
         self.carrier.backend()
     }
 
-    /// Blocks of a size that the device has room for.
+    /// Returns the number of blocks of a size in the device's room.
     pub fn blocks(&self, block_bytes: u32) -> u64 {
         self.bytes / u64::from(block_bytes)
     }
 
-    /// Moves these blocks, each between its place and a slot of the pool, of which there are so many from `offset` on. Returns when
-    /// all have been moved, or one was not.
+    /// Moves these blocks, each between its place and one of `slots` slots of the pool from `offset` on.
+    /// Returns when all have been moved, or fails when one was not.
     pub fn run(
         &mut self,
         direction: Direction,

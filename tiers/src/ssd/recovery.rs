@@ -1,8 +1,9 @@
-//! Reads what earlier lives left on a device, newest segment first, on a thread of its own and with plain reads: the
-//! device serves what was found so far meanwhile.
+//! Reads the blocks left by earlier lives on a device, newest segment first, on a separate thread and with
+//! plain reads. The device serves the blocks found so far meanwhile.
 //!
-//! A sealed segment is known by its footer. One without, which was open when the sidecar died, is read through for block
-//! headers, and sealed now. Nothing here is trusted further than for a look: who reads a block verifies it.
+//! A sealed segment is known by its footer. A segment without a footer was open when the sidecar died. It is
+//! read through for block headers, and sealed now. The found headers only locate blocks: each later read
+//! verifies its block.
 
 use std::cmp::Reverse;
 use std::os::fd::OwnedFd;
@@ -17,20 +18,20 @@ use super::opened::{self, Layout, Opened};
 use super::{Label, Recovered, Tell, Up};
 use crate::io::buf::Buffer;
 
-/// Blocks told of at a time: some 0.5 ms of the thread that keeps the index.
+/// Blocks reported at a time: some 0.5 ms of the index's thread.
 const BATCH: usize = 2048;
 /// Bytes read at a time while a segment is read through.
 const WINDOW_BYTES: u64 = 256 << 10;
-/// Times that what cannot be read is tried again, after a pause: a path that fails over takes some seconds.
+/// Times that an unreadable segment is tried again, after a pause: a path's failover takes some seconds.
 const AGAIN_MAX: u32 = 3;
 const AGAIN_AFTER: Duration = Duration::from_secs(1);
 
-/// What the ends of a segment say.
+/// The content of a segment's ends.
 #[derive(Copy, Clone, Debug)]
 struct Remains {
     segment: u32,
     sequence: u64,
-    /// Absent where the segment was not sealed.
+    /// Absent if the segment was not sealed.
     trailer: Option<Trailer>,
 }
 
@@ -58,7 +59,7 @@ impl Recovery {
         Self { fd, device, layout, distrusted, tell, stop }
     }
 
-    /// Tells of everything that is found; the last telling says so.
+    /// Reports all found blocks; the last report says so.
     pub(crate) fn run(self) {
         let (mut remains, unreadable) = self.remains();
         if self.stop.load(Ordering::Relaxed) {
@@ -95,7 +96,7 @@ impl Recovery {
         (self.tell)(Up::Recovered(Recovered { last: true, ..found }));
     }
 
-    /// Reads as far as the file goes; zeros stand for the rest.
+    /// Reads up to the end of the file; zeros stand for the rest.
     fn read<'a>(&self, buffer: &'a mut Buffer, len: usize, at: u64) -> Result<&'a [u8], Errno> {
         let bytes = &mut buffer.bytes_mut()[..len];
         let read = opened::read_some(&self.fd, bytes, at)?;
@@ -103,7 +104,7 @@ impl Recovery {
         Ok(&buffer.bytes()[..len])
     }
 
-    /// Segments in which something was begun, and those of which nobody can say it.
+    /// Returns the used segments, and the unreadable ones.
     fn remains(&self) -> (Vec<Remains>, Vec<u32>) {
         let mut unknown: Vec<u32> = (0..self.layout.segments).collect();
         let Ok(mut buffer) = Buffer::new(self.layout.unit()) else { return (Vec::new(), unknown) };
@@ -127,7 +128,7 @@ impl Recovery {
         (remains, unknown)
     }
 
-    /// What a segment's ends say; `None` where nothing was begun in it.
+    /// Returns the content of a segment's ends; `None` if the segment was never begun.
     fn ends(&self, buffer: &mut Buffer, segment: u32) -> Result<Option<Remains>, Errno> {
         let layout = &self.layout;
         let header = self.read(buffer, layout.unit(), layout.offset(segment, 0))?;
@@ -138,14 +139,14 @@ impl Recovery {
         Ok(Some(Remains { segment, sequence, trailer }))
     }
 
-    /// What is found in a segment, and whether it was read to its end.
+    /// Returns the blocks found in a segment, and true if it was read to its end.
     fn blocks(&self, remains: &Remains) -> (Vec<(u32, Label)>, bool) {
         let listed = remains.trailer.and_then(|trailer| self.listed(remains.segment, &trailer));
         listed.map_or_else(
             || {
                 let mut blocks = Vec::new();
                 let read = self.scan(remains, &mut blocks);
-                // Where either fails, the next start reads the segment through again.
+                // If either fails, the next start reads the segment through again.
                 let _ = read.and_then(|()| self.seal(remains, &blocks));
                 (blocks, read.is_ok())
             },
@@ -153,7 +154,7 @@ impl Recovery {
         )
     }
 
-    /// What the footer lists, if it is whole.
+    /// Returns the blocks of the footer, if it is whole.
     fn listed(&self, segment: u32, trailer: &Trailer) -> Option<Vec<(u32, Label)>> {
         let layout = &self.layout;
         let units = format::footer_units(trailer.count, layout.unit_bytes);
@@ -165,7 +166,8 @@ impl Recovery {
         trailer.lists(entries).then(|| format::read_entries(entries).collect())
     }
 
-    /// Appends the blocks whose headers lie in the segment. A torn one hides none behind it: every unit is looked at.
+    /// Appends the blocks whose headers lie in the segment. A torn header hides none behind it: every unit is
+    /// looked at.
     fn scan(&self, remains: &Remains, blocks: &mut Vec<(u32, Label)>) -> Result<(), Errno> {
         let layout = &self.layout;
         let window = (WINDOW_BYTES / layout.unit_bytes).max(1) as u32;

@@ -1,4 +1,5 @@
-//! A small sidecar for tests of the SSD tier: a pool, a log, its devices, and one thread that keeps them going.
+//! A small sidecar for tests of the SSD tier: a pool, a log, its devices, and one thread that keeps them
+//! going.
 
 #![allow(dead_code, reason = "each test uses its part")]
 
@@ -22,21 +23,21 @@ use tiers::ssd::{
 pub(crate) const NAMESPACE: NamespaceDigest = NamespaceDigest([7; 16]);
 /// The smallest log: a MiB and four segments of 4 MiB.
 pub(crate) const LOG_BYTES: u64 = 17 << 20;
-/// The longest a test waits for anything.
+/// The longest wait of a test.
 const WATCHDOG: Duration = Duration::from_secs(60);
 
-/// What a rig is made of.
+/// The settings of a rig.
 #[derive(Clone, Debug)]
 pub(crate) struct Plan {
     pub(crate) devices: Vec<(PathBuf, u64)>,
-    /// Bytes of a slot of the pool, which holds any block of the test.
+    /// Bytes of a slot of the pool, enough for any block of the test.
     pub(crate) slot_bytes: u64,
     pub(crate) slots: u64,
     pub(crate) late_ms: u64,
     pub(crate) backend: Backend,
 }
 
-/// What moves bytes in tests that do not say it: in the crate `threads`, which holds the same tests, threads.
+/// The backend of tests without another one: threads in the crate `threads`, which holds the same tests.
 fn backend() -> Backend {
     if env!("CARGO_CRATE_NAME") == "threads" { Backend::Threads } else { Backend::IoUring }
 }
@@ -46,7 +47,7 @@ pub(crate) struct Rig {
     pub(crate) log: Log,
     /// Judges blocks; it keeps none.
     dram: Dram,
-    /// Whether room is made for each block, as the sidecar does.
+    /// True if room is made for each block, as the sidecar does.
     pub(crate) makes_room: bool,
     pub(crate) devices: Vec<Device>,
     pub(crate) notes: Vec<String>,
@@ -54,16 +55,16 @@ pub(crate) struct Rig {
     free: Vec<SlotRef>,
     ups: Receiver<Up>,
     began: Instant,
-    /// Milliseconds that are added to the clock.
+    /// Milliseconds added to the clock.
     pub(crate) ahead_ms: u64,
-    /// What became of jobs whose end was not asked for yet.
+    /// Ends of jobs not taken by the test yet.
     ended: HashMap<u64, bool>,
     reading: HashMap<Ticket, (u64, SlotRef)>,
     writing: HashMap<u64, u64>,
     pub(crate) late: Vec<Ticket>,
 }
 
-/// A folder of this test's own, beside the test's binary: on a disk. Removed at the end.
+/// A folder of this test alone, beside the test's binary: on a disk. Removed at the end.
 pub(crate) struct Folder(pub(crate) PathBuf);
 
 // === impl Folder ===
@@ -89,12 +90,12 @@ impl Drop for Folder {
     }
 }
 
-/// The key of block `number`.
+/// Returns the key of block `number`.
 pub(crate) fn key(number: u64) -> BlockKey {
     BlockKey { namespace: 0, group: 0, hash: BlockHash::from_words([number, !number, 1, 2]) }
 }
 
-/// Word `at` of block `number`.
+/// Returns word `at` of block `number`.
 fn word(number: u64, at: u64) -> u64 {
     mix(mix(number) ^ at)
 }
@@ -184,7 +185,7 @@ impl Rig {
         self.devices[0].post(self.log.drain_jobs());
     }
 
-    /// Hands on what comes, waiting a moment for it.
+    /// Handles reports of devices, waiting a moment for them.
     pub(crate) fn pump(&mut self) {
         self.pump_within(Duration::from_millis(20));
     }
@@ -225,7 +226,7 @@ impl Rig {
         }
     }
 
-    /// Waits until everything that earlier lives left was read.
+    /// Waits until all blocks of earlier lives were read.
     pub(crate) fn recover(&mut self) {
         self.wait("recovery", |rig| rig.stats().devices.iter().all(|device| !device.recovering));
     }
@@ -246,7 +247,7 @@ impl Rig {
         words.iter().enumerate().all(|(at, place)| place.load(Ordering::Relaxed) == word(number, at as u64))
     }
 
-    /// Begins to write a block; whether it is on its way.
+    /// Begins to write a block; fails if the log refuses it.
     pub(crate) fn begin_write(&mut self, number: u64, bytes: u64) -> Result<(), Refused> {
         self.wait("a free slot", |rig| !rig.free.is_empty());
         let slot = self.free.pop().unwrap();
@@ -263,17 +264,17 @@ impl Rig {
         taken.map(drop)
     }
 
-    /// Whether a block can be found.
+    /// True if a block can be found.
     pub(crate) fn keeps(&self, number: u64) -> bool {
         self.log.keeps(&key(number)).is_some()
     }
 
-    /// Faults of a kind that the first device had.
+    /// Returns the first device's faults of a kind.
     pub(crate) fn faults(&self, kind: FaultKind) -> u64 {
         self.stats().devices[0].faults[kind as usize]
     }
 
-    /// Writes a block, asking again while the tier is busy; whether it is kept.
+    /// Writes a block, trying again while the tier is busy. Returns true if it is kept.
     pub(crate) fn write(&mut self, number: u64, bytes: u64) -> bool {
         loop {
             match self.begin_write(number, bytes) {
@@ -290,19 +291,19 @@ impl Rig {
         self.ended.remove(&number).unwrap()
     }
 
-    /// Blocks whose writes ended since the last call, and whether they are kept.
+    /// Returns the blocks whose writes ended since the last call, each with true if it is kept.
     pub(crate) fn take_ended(&mut self) -> Vec<(u64, bool)> {
         self.ended.drain().collect()
     }
 
-    /// Reads a block; whether it is there. Panics on wrong bytes.
+    /// Reads a block. Returns false if it is not there. Panics on wrong bytes.
     pub(crate) fn read(&mut self, number: u64) -> bool {
         let right = self.read_unchecked(number);
         assert!(right != Some(false), "wrong bytes of block {number}");
         right.is_some()
     }
 
-    /// Reads a block: nothing, or whether its bytes are those that were written.
+    /// Reads a block. Returns `None` if it is not there, otherwise true if its bytes are the written ones.
     pub(crate) fn read_unchecked(&mut self, number: u64) -> Option<bool> {
         let bytes = self.log.keeps(&key(number))?;
         self.wait("a free slot", |rig| !rig.free.is_empty());
@@ -315,7 +316,7 @@ impl Rig {
         right
     }
 
-    /// Begins to read a block into a slot that is free; nothing is posted.
+    /// Begins to read a block into a free slot; no job is posted.
     pub(crate) fn begin_read(&mut self, number: u64, bytes: u32) -> Option<Ticket> {
         let slot = self.free.pop().unwrap();
         self.fill(!number, bytes.into(), slot);

@@ -1,4 +1,5 @@
-//! Devices that fail as real ones do: cut, overwritten, full, gone. Never wrong bytes, always a miss and a count.
+//! Devices that fail as real ones do: cut, overwritten, full, gone. Never wrong bytes, always a miss and a
+//! count.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -106,7 +107,8 @@ fn a_log_that_was_cut_at_any_byte_serves_what_lies_before() {
 fn without_room_to_lock_memory_transfers_go_without_registered_buffers() {
     let folder = Folder::new("memlock");
     let plan = Plan { backend: Backend::IoUring, ..Plan::new(&folder.file(), LOG_BYTES) };
-    // Of this thread alone, and of those it starts; the limit of the process is lowered for all, and none needs it.
+    // Capabilities of this thread alone, and of threads it starts; the limit of the process is lowered for
+    // all, and none needs it.
     let mut capabilities = rustix::thread::capabilities(None).unwrap();
     capabilities.effective.remove(CapabilitySet::IPC_LOCK);
     rustix::thread::set_capabilities(None, capabilities).unwrap();
@@ -120,7 +122,7 @@ fn without_room_to_lock_memory_transfers_go_without_registered_buffers() {
 
 // === a limit on file sizes: EFBIG ===
 
-/// This module, as the names of tests have it.
+/// The name of this module in tests' names.
 fn module() -> &'static str {
     module_path!().split_once("::").expect("a module of the tests' crate").1
 }
@@ -129,7 +131,7 @@ fn module() -> &'static str {
 fn a_file_that_may_not_grow_drops_writes() {
     let folder = Folder::new("limit");
     drop(filled(&Plan::new(&folder.file(), LOG_BYTES)));
-    // Nothing in this process may lift the signal that comes with the errno, nor lower the limit for its neighbours.
+    // This process may not lift the signal sent with the errno, or lower the limit for its neighbours.
     let status = Command::new("sh")
         .args(["-c", "trap '' XFSZ; ulimit -f 18432; exec \"$0\" \"$@\""])
         .arg(std::env::current_exe().unwrap())
@@ -147,7 +149,7 @@ fn child_under_a_limit() {
     let log = PathBuf::from(std::env::var_os("PILLION_TEST_LOG").expect("given"));
     let mut rig = Rig::new(&Plan::new(&log, LOG_BYTES));
     rig.recover();
-    // The segments that are free lie beyond the limit of 9 MiB; what was there is read as ever.
+    // The free segments lie beyond the limit of 9 MiB; blocks already there are read as before.
     for number in 1000..1020 {
         assert!(rig.begin_write(number, BLOCK_BYTES).is_err());
         rig.settle();
@@ -160,7 +162,7 @@ fn child_under_a_limit() {
 
 // === what needs to mount and to make block devices ===
 
-/// Something that root set up, undone at the end.
+/// A resource set up by root, undone at the end.
 struct Undo(Vec<String>);
 
 impl Drop for Undo {
@@ -174,7 +176,7 @@ fn sh(words: &[&str]) -> Option<String> {
     output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_owned())
 }
 
-/// Says why a test shows nothing here.
+/// Prints why a test is skipped here.
 fn skipped(why: &str) {
     eprintln!("skipped: {why}; run it as root");
 }
@@ -204,7 +206,7 @@ fn a_full_file_system_drops_writes_and_reads_on() {
     };
     let log = folder.0.join("m/log");
     let mut rig = filled(&Plan::new(&log, LOG_BYTES));
-    // The last segments lose their room to another file: the log was opened when there was enough.
+    // The last segments lose their room to another file: there was enough when the log was opened.
     let file = File::options().write(true).open(&log).unwrap();
     let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
     rustix::fs::fallocate(&file, hole, 10 << 20, LOG_BYTES - (10 << 20)).unwrap();
@@ -247,7 +249,7 @@ fn a_block_device_is_a_log_and_its_failure_a_miss() {
     let mut rig = Rig::new(&plan);
     rig.recover();
     assert_eq!(served(&mut rig).len() as u64, BLOCKS);
-    // The disk below loses all it had, and with it what a read could find: EIO.
+    // The disk below loses all its blocks, so each read fails: EIO.
     File::options().write(true).open(&backing).unwrap().set_len(0).unwrap();
     for number in 0..BLOCKS {
         assert!(!rig.read(number));

@@ -1,4 +1,4 @@
-//! What a device may be, and what is refused before anything is written over.
+//! Accepted devices, and refusals before any write.
 
 use std::fs;
 use std::os::unix::fs::FileExt;
@@ -32,7 +32,7 @@ fn what_is_not_ours_is_not_written_over() {
     for text in [&b"precious"[..], &[1; 5000], b"P"] {
         fs::write(folder.file(), text).unwrap();
         if text == b"P" {
-            // Too little to be anything else than our own superblock, cut.
+            // Too little to be anything else than a Pillion superblock, cut.
             assert!(Opened::open(&folder.file(), LOG_BYTES, Missing::Refuse).is_ok());
             continue;
         }
@@ -49,7 +49,8 @@ fn what_is_not_ours_is_not_written_over() {
 fn another_version_or_a_damaged_superblock_starts_empty_and_says_so() {
     let folder = Folder::new("version");
     let plan = Plan::new(&folder.file(), LOG_BYTES);
-    // Version and oldest version, and the log's random number: of that one byte, whatever it is, becomes another.
+    // Version and oldest version, and the log's random number: one byte of that, for any value of it, becomes
+    // another.
     let changes = [
         (16, &[9, 0, 0, 0, 9][..], "log of version 9 (release 0."),
         (16, &[9, 0, 0, 0, 4], "log of versions 4 to 9 (release 0."),

@@ -1,14 +1,15 @@
-//! Sources of blocks: the bytes a second of each under the load of now, and its unended reads.
+//! Sources of blocks: the bytes a second of each under its present load, and its unended reads.
 //!
-//! A source gives in the order of the requests, nearly. So the bytes ahead of a block are those of the requests up to it, without those
-//! ended since.
+//! A source serves its requests nearly in their order. So the bytes ahead of a block are those of the
+//! requests up to it, without those ended since.
 
 use std::collections::{BTreeMap, VecDeque};
 
 use mesh::transport::PeerNumber;
 use tiers::ssd::Pace;
 
-/// Milliseconds of progress for a rate, and for that of a late source: the worst pauses of a disk in a cloud take a second.
+/// Milliseconds of progress for a rate, and for the rate of a late source: the worst pauses of a cloud disk
+/// take a second.
 const RECENT_MS: u64 = 500;
 const LATE_MS: u64 = 2_000;
 /// Milliseconds of a slice with one mark of progress, and the age of the oldest mark: more than the longest pause of a wait.
@@ -18,9 +19,9 @@ const MARKS_MS: u64 = 3_000;
 /// A source of blocks.
 #[derive(Copy, Clone, Debug, Eq, Ord, PartialEq, PartialOrd)]
 pub(in crate::core) enum SourceLane {
-    /// Their own slots: they are verified.
+    /// The blocks' own slots: the blocks are verified.
     Pool,
-    /// This disk of the log.
+    /// A disk of the log, by number.
     Disk(usize),
     Peer(PeerNumber),
 }
@@ -34,14 +35,15 @@ pub(in crate::core) struct Flow {
     /// Times of ends, and the ended bytes.
     marks: VecDeque<(u64, u64)>,
     moved_ms: u64,
-    /// Since when it has had something to do without a pause, and how much had ended by then.
+    /// When its present work without a pause began, and the bytes ended by then.
     busy: (u64, u64),
-    /// When the last block ended, and how long it took to give anything after its last pause.
+    /// When its last block ended, if it has nothing to do; and the milliseconds to its first block after the
+    /// last pause.
     idle_ms: Option<u64>,
     first_ms: u64,
 }
 
-/// The debt of a source to one waiter.
+/// The bytes due from a source to one waiter.
 #[derive(Copy, Clone, Debug)]
 pub(in crate::core) struct Owed {
     /// The place of the last block's end among all requested bytes.
@@ -51,14 +53,14 @@ pub(in crate::core) struct Owed {
     since_ms: u64,
 }
 
-/// The debts of all sources to one waiter.
+/// The rest of one waiter's wait for all its sources.
 #[derive(Copy, Clone, Debug, Default, PartialEq)]
 pub(in crate::core) struct Ahead {
-    /// Milliseconds until all is there; none: a source's rate is not known yet.
+    /// Milliseconds until all blocks are here; `None`: a source's rate is not known yet.
     pub(in crate::core) ms: Option<f64>,
     /// Bytes a millisecond of these sources together.
     pub(in crate::core) rate: f64,
-    /// When any of its sources last gave anything.
+    /// When any of its sources last gave a block.
     pub(in crate::core) moved_ms: u64,
 }
 
@@ -73,9 +75,9 @@ impl Flow {
         self.begun - self.ended
     }
 
-    /// So many bytes are asked for; the place of their end among all.
+    /// Notes a request for so many bytes. Returns the place of their end among all requested bytes.
     fn begin_bytes(&mut self, bytes: u64, now_ms: u64) -> u64 {
-        // A continuing waiter asks again at the end of its last block.
+        // A continuing waiter asks again at the end of its last block: that is no pause.
         if self.waiting() == 0 && self.idle_ms != Some(now_ms) {
             self.busy = (now_ms, self.ended);
         }
@@ -103,8 +105,8 @@ impl Flow {
         }
     }
 
-    /// Bytes a millisecond by the progress of the last [`RECENT_MS`], or since the last progress before; of the last [`LATE_MS`] if the next
-    /// block is late. None without any.
+    /// Returns bytes a millisecond by the progress of the last [`RECENT_MS`], or since the last progress
+    /// before; of the last [`LATE_MS`] if the next block is late. `None` without any progress.
     fn recent(&self, now_ms: u64) -> Option<f64> {
         let marks = self.marks.iter().copied().filter(|(ms, _)| *ms > self.busy.0);
         let bounds: Vec<(u64, u64)> = std::iter::once(self.busy).chain(marks).collect();
@@ -117,7 +119,7 @@ impl Flow {
         Some((last.1 - bound.1) as f64 / until_ms.saturating_sub(bound.0).max(1) as f64)
     }
 
-    /// Bytes a millisecond of now: of the times before, while it has not worked for long enough.
+    /// Returns the present bytes a millisecond; those of earlier times until it has worked for long enough.
     fn rate(&self, now_ms: u64) -> Option<f64> {
         match now_ms >= self.busy.0 + RECENT_MS {
             true => self.recent(now_ms),
@@ -129,7 +131,7 @@ impl Flow {
 // === impl Flows ===
 
 impl Flows {
-    /// Bytes a second of a source with enough to do; 0: not known.
+    /// Returns the bytes a second of a source with enough to do; 0: unknown.
     pub(in crate::core) fn bytes_per_second(&self, lane: SourceLane) -> u64 {
         self.0.get(&lane).and_then(|flow| flow.pace.rate()).map_or(0, |rate| (rate * 1e3) as u64)
     }
@@ -142,24 +144,24 @@ impl Flows {
         self.0.entry(lane).or_default().end_bytes(bytes, moved, now_ms);
     }
 
-    /// A peer is gone. Its unended reads will end.
+    /// Forgets a gone peer's source, unless it has unended reads: these will end.
     pub(super) fn forget_source(&mut self, lane: SourceLane) {
         if self.0.get(&lane).is_some_and(|flow| flow.waiting() == 0) {
             self.0.remove(&lane);
         }
     }
 
-    /// The debt of a source up to a place.
+    /// Returns the bytes due from a source, up to a place.
     pub(super) fn owed(&self, lane: SourceLane, up_to: u64, now_ms: u64) -> Owed {
         Owed { up_to, ended: self.0.get(&lane).map_or(0, |flow| flow.ended), since_ms: now_ms }
     }
 
-    /// The debt of a source to all waiters, of a wait since then.
+    /// Returns the bytes due from a source to all waiters, for a wait since `since_ms`.
     pub(in crate::core) fn owed_by(&self, lane: SourceLane, since_ms: u64) -> Owed {
         self.owed(lane, self.0.get(&lane).map_or(0, |flow| flow.begun), since_ms)
     }
 
-    /// The debts of sources now.
+    /// Returns the rest of a wait for these sources at `now_ms`.
     pub(in crate::core) fn ahead(&self, owed: &BTreeMap<SourceLane, Owed>, now_ms: u64) -> Ahead {
         let mut ahead = Ahead { ms: Some(0.0), ..Ahead::default() };
         for (lane, owed) in owed {
@@ -169,7 +171,7 @@ impl Flows {
             let rate = flow.rate(now_ms);
             ahead.rate += rate.unwrap_or(0.0);
             if left > 0 {
-                // A source at work for others has given its first bytes.
+                // A source with progress for others has given its first bytes.
                 let first_ms = if owed.ended < flow.ended { 0 } else { flow.first_ms };
                 let ms = rate.map(|rate| left as f64 / rate + first_ms as f64);
                 ahead.ms = ahead.ms.zip(ms).map(|(longest, ms)| longest.max(ms));
@@ -204,9 +206,9 @@ mod tests {
     fn what_is_left_takes_what_is_ahead_by_the_rate() {
         let mut flows = Flows::default();
         let others = asked(&mut flows, DISK, 1000, 0);
-        assert_eq!(flows.ahead(&others, 0).ms, None, "nothing is known of it");
+        assert_eq!(flows.ahead(&others, 0).ms, None, "its rate is unknown");
         give(&mut flows, DISK, 0..400, 2);
-        assert!((ms(&flows, &others, 400) - 1600.0).abs() < 20.0, "its first windows tell");
+        assert!((ms(&flows, &others, 400) - 1600.0).abs() < 20.0, "its first windows show the rate");
         let mine = asked(&mut flows, DISK, 100, 400);
         assert!((ms(&flows, &mine, 400) - 1800.0).abs() < 20.0, "800 of others and 100");
         give(&mut flows, DISK, 400..1400, 2);

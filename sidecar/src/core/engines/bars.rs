@@ -1,4 +1,4 @@
-//! Runs that namespaces are closed to, since their engines compute other KV than is kept.
+//! Namespaces closed to runs, because their engines' KV differs from the kept KV.
 
 use std::collections::VecDeque;
 
@@ -7,32 +7,32 @@ use shm_protocol::key::NamespaceDigest;
 use super::{Binding, Engines, Scheduler, ServiceEvent, SessionId, Space};
 use crate::compare::Difference;
 
-/// Bars that are remembered, of runs past and present: four of every engine process that may be connected.
+/// Limit of remembered bars, of past and present runs: four for every engine process that may be connected.
 const BARS_MAX: usize = 1024;
 
-/// An engine that a namespace is closed to.
+/// An engine barred from a namespace.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Barred {
-    /// The namespace, as the engine's facts make it.
+    /// The namespace, as made by the engine's facts.
     pub base: NamespaceDigest,
     /// The engine's id, as its HELLO states it.
     pub engine: String,
-    /// What its own check found; none: others' checks did.
+    /// The difference found by its own check; `None`: checks of other engines barred it.
     pub worst: Option<Difference>,
 }
 
 #[derive(Debug, Default)]
 pub(super) struct Bars(VecDeque<Bar>);
 
-/// A run that a namespace is closed to.
+/// A namespace closed to a run.
 #[derive(Debug)]
 struct Bar {
     run: [u8; 16],
     space: Space,
-    /// The id that the namespace had.
+    /// The id of the namespace at the time.
     namespace: u32,
     worst: Option<Difference>,
-    /// Its engine may say that what is kept is wrong: it was allowed to save.
+    /// The engine counts as a witness against the kept blocks: it was allowed to save.
     votes: bool,
 }
 
@@ -47,12 +47,12 @@ impl Bars {
 // === impl Engines ===
 
 impl Engines {
-    /// Whether a namespace is closed to the run of a scheduler.
+    /// True if a namespace is closed to the run of a scheduler.
     pub(crate) fn is_barred(&self, session: SessionId, space: Space) -> bool {
         self.bars.of(self[session].run, space).is_some()
     }
 
-    /// Closes a namespace to an engine for the rest of its run; whether it was served in it.
+    /// Closes a namespace to an engine for the rest of its run. True if the engine was served in it.
     pub(crate) fn bar(&mut self, session: SessionId, binding: &Binding, worst: Option<Difference>) -> bool {
         let (space, namespace) = (binding.space(), binding.namespace);
         let (run, votes) = (self[session].run, self.may_save(session));
@@ -69,14 +69,15 @@ impl Engines {
         is_served
     }
 
-    /// Engines that are served in a namespace.
+    /// Returns the engines served in a namespace.
     pub(crate) fn served_in(&self, space: Space) -> Vec<SessionId> {
         let serves = |scheduler: &Scheduler| scheduler.binding().is_some_and(|bound| bound.space() == space);
         let served = self.schedulers.iter().filter(|(_, scheduler)| serves(scheduler));
         served.map(|(session, _)| *session).collect()
     }
 
-    /// How many runs that are connected, and were allowed to save, a namespace is closed to, under this id.
+    /// Returns the number of connected runs barred from the namespace of this id, without runs never allowed
+    /// to save.
     pub(crate) fn barred_from(&self, namespace: u32) -> usize {
         let connected = |bar: &&Bar| self.schedulers.values().any(|scheduler| scheduler.run == bar.run);
         self.bars.0.iter().filter(|bar| bar.votes && bar.namespace == namespace).filter(connected).count()

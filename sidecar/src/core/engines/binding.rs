@@ -1,7 +1,8 @@
-//! What binds an engine: the ranks of its run together, until its scheduler says that the weights may have changed.
+//! The binding of an engine: the ranks of its run together make it, until the scheduler says the weights may
+//! have changed.
 //!
-//! Whatever else would change the namespace of a bound engine closes its scheduler's session: requests that it has answered
-//! under one namespace are never served under another.
+//! Any other change of a bound engine's namespace closes its scheduler's session: requests answered under one
+//! namespace are never served under another.
 
 use std::sync::Arc;
 
@@ -14,15 +15,16 @@ use super::{Binding, Engines, Form, Service, ServiceEvent, SessionId, Violation,
 use crate::core::Action;
 use crate::core::context::Context;
 
-/// Salted namespaces of one session that are remembered, for an engine that connects again: it names its last salt.
-/// One engine's resets thus leave the others their namespaces.
+/// Salted namespaces remembered for one session: an engine names its last salt when it connects again. The
+/// limit keeps one engine's resets from pushing out the namespaces of other engines.
 const GENERATIONS_MAX: usize = 16;
 
 // === impl Engines ===
 
 impl Engines {
-    /// Binds the engine of `session` once every rank has joined its run and answered its last WEIGHTS; whether what waited for
-    /// that begins now. Ranks that have not joined are no evidence: another engine may go by the same name.
+    /// Binds the engine of `session` once every rank has joined its run and answered its last WEIGHTS. True
+    /// if the engine is bound now: saves waiting for the binding begin. Workers outside the run are no
+    /// evidence: another engine may have the same name.
     pub(crate) fn bind(&mut self, session: SessionId, cx: &mut Context) -> bool {
         let scheduler = &self[session];
         let is_bound = !matches!(scheduler.service, Service::Unbound { .. });
@@ -54,7 +56,7 @@ impl Engines {
         let word = |weights| Bound { weights, live, namespace: base.words()[0] };
         let mut words: Vec<(SessionId, Bound)> =
             ranks.iter().map(|(id, rank)| (*id, word(rank.weights))).collect();
-        // The ranks first: a plan is refused by a rank that does not know its namespace.
+        // The ranks come first: a rank refuses a plan of an unknown namespace.
         words.push((session, word(scheduler.weights)));
         let engine = scheduler.engine.clone();
         let Some(binding) = self.serve(session, base, cx) else { return false };
@@ -63,13 +65,14 @@ impl Engines {
         true
     }
 
-    /// Serves the namespace to the engine of `session`, or the last generation of it, unless it is closed to its run.
+    /// Binds the engine of `session` to the namespace, or to the last salted form of it. It is served unless
+    /// its run is barred. `None`: all ids of namespaces are used.
     fn serve(&mut self, session: SessionId, base: NamespaceDigest, cx: &mut Context) -> Option<Binding> {
         let scheduler = &self[session];
         let Form { shard_bytes, shards, parentless, .. } = scheduler.form.expect("a rank has joined");
         let digest = scheduler.salt.map_or(base, |salt| namespace::salted(base, salt));
         let whose = Whose { holder: scheduler.holder, quota: cx.quotas.of(base) };
-        // Of an engine that has no other group a hit needs all blocks.
+        // Without another cache group, a hit of the engine needs all blocks.
         let parentless = parentless && scheduler.is_group();
         let mut binding = Binding { base, digest, namespace: 0, whose, shard_bytes, shards, parentless };
         binding.namespace = cx.namespaces.id(binding.space())?;
@@ -85,6 +88,7 @@ impl Engines {
     }
 
     /// WEIGHTS of a scheduler: the weights may have changed. Nothing is served until every rank has answered.
+    /// Fails if the number does not rise.
     pub(crate) fn ask_weights(&mut self, session: SessionId, number: u64) -> Result<(), Violation> {
         let scheduler = self.scheduler(session);
         check_number(number, scheduler.weights)?;
@@ -92,7 +96,8 @@ impl Engines {
         Ok(())
     }
 
-    /// WEIGHTS of a rank: what it holds now. Its scheduler, which is to be bound.
+    /// WEIGHTS of a rank: its present weights. Returns its scheduler, to be bound. Fails if the number does
+    /// not rise, or an answer goes back.
     pub(crate) fn state_weights(
         &mut self,
         session: SessionId,
@@ -109,7 +114,7 @@ impl Engines {
         (worker.weights, worker.answers, worker.live) = (number, answers, Some(live));
         let rank = worker.rank as usize;
         let host = worker.scheduler.and_then(|id| Some((id, self.schedulers.get_mut(&id)?)));
-        // A rank's place may be another session's by now.
+        // Another session may have taken the rank's place.
         let host = host.filter(|(_, host)| host.ranks[rank] == Some(session));
         Ok(host.map(|(scheduler, host)| {
             host.change(ServiceEvent::GenerationEnded);
@@ -117,7 +122,8 @@ impl Engines {
         }))
     }
 
-    /// SALT: a new generation of the namespace that was `ended`. Blocks of the old one are never served to this engine again.
+    /// SALT: begins a new generation of the namespace `ended`. Blocks of the old one are never served to this
+    /// engine again.
     pub(crate) fn salt(
         &mut self,
         session: SessionId,
@@ -144,7 +150,7 @@ impl Engines {
     }
 }
 
-/// The number of a session's WEIGHTS, after its last one.
+/// Checks the number of a session's WEIGHTS against the last one.
 fn check_number(number: u64, last: u64) -> Result<(), Violation> {
     if number > last {
         Ok(())

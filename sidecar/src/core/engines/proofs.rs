@@ -1,11 +1,12 @@
-//! Which engines may save: those that are known to compute what their namespace keeps.
+//! Permission to save: blocks of an engine are kept once its KV is known to match its namespace.
 //!
-//! - An engine that says itself which weights run, by a sample or by its files, is believed; its checks are what finds it wrong.
-//! - One that has its facts from others proves it: blocks of its pass a check, or nothing is kept that they could be compared with.
-//!   Until then it loads, and nothing of it is kept.
-//! - A proof is one run's in one namespace, over new connections too, and of this life.
-//! - At most one engine at a time is the first: nobody is where another engine of the namespace may save, or blocks may be that
-//!   are not known of (on peers, in a pool file, on disks that are still being read, were left out or read in part).
+//! - An engine stating its own weights, by a sample or by its files, is believed; only checks find it wrong.
+//! - An engine with facts from elsewhere must prove its KV: its blocks pass a check, or there is no kept
+//!   block to compare them with. Until then it loads, and nothing of it is kept.
+//! - A proof is for one run in one namespace, over new connections too, and for this life.
+//! - At most one engine at a time is the first. No engine is if another one of the namespace may save, or
+//!   unknown blocks of it may exist (on peers, in a pool file, on disks still being read, left out or read in
+//!   part).
 
 use std::collections::VecDeque;
 
@@ -14,29 +15,29 @@ use shm_protocol::key::NamespaceDigest;
 
 use super::{Engines, Scheduler, SessionId, Space};
 
-/// Proofs that are remembered, of runs past and present: four of every engine process that may be connected.
+/// Limit of remembered proofs, of past and present runs: four for every engine process that may be connected.
 const PROOFS_MAX: usize = 1024;
 
-/// Why what an engine saves is kept.
+/// The reason to keep an engine's saves.
 #[derive(Copy, Clone, Debug, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Proof {
-    /// It says itself which weights it runs.
+    /// The engine states its own weights.
     Own,
     /// Nothing was kept when it began to save.
     First,
-    /// What it computed was compared with what is kept.
+    /// Its KV was compared with kept KV.
     Compared,
 }
 
-/// What an engine that is served in a namespace has shown.
+/// The proof of an engine served in a namespace.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Standing {
-    /// The namespace, as the engine's facts make it.
+    /// The namespace, as made by the engine's facts.
     pub base: NamespaceDigest,
     /// The engine's id, as its HELLO states it.
     pub engine: String,
-    /// `None`: nothing, so it may not save.
+    /// `None`: no proof yet, so it may not save.
     pub proof: Option<Proof>,
 }
 
@@ -46,17 +47,17 @@ pub(super) struct Proofs(VecDeque<([u8; 16], Space, Proof)>);
 // === impl Engines ===
 
 impl Engines {
-    /// Whether what the engine of `session` saves may be kept where it is bound.
+    /// True if saves of the engine of `session` may be kept in the namespace it is bound to.
     pub(crate) fn may_save(&self, session: SessionId) -> bool {
         self[session].proof.is_some()
     }
 
-    /// Whether any engine that is served in a namespace may save.
+    /// True if any engine served in a namespace may save.
     pub(crate) fn any_may_save(&self, space: Space) -> bool {
         self.served_in(space).iter().any(|session| self.may_save(*session))
     }
 
-    /// The engine of `session` may save in a namespace for the rest of its run.
+    /// Lets the engine of `session` save in a namespace for the rest of its run.
     pub(crate) fn prove(&mut self, session: SessionId, space: Space, proof: Proof) {
         if self.proofs.0.len() == PROOFS_MAX {
             self.proofs.0.pop_front();
@@ -68,7 +69,7 @@ impl Engines {
         }
     }
 
-    /// What the engine of `session` has shown of a namespace so far. In one that nobody else has there is nothing to show.
+    /// Returns the proof of the engine of `session` in a namespace so far. A private namespace needs none.
     pub(super) fn proof(&self, session: SessionId, space: Space, is_private: bool) -> Option<Proof> {
         if is_private || !self.ranks(session).any(|(_, rank)| rank.proves && rank.live.is_none()) {
             return Some(Proof::Own);
@@ -78,7 +79,7 @@ impl Engines {
         found.map(|(_, _, proof)| *proof)
     }
 
-    /// Engines that are served, each with what it has shown.
+    /// Returns the served engines, each with its proof.
     pub(crate) fn standings(&self) -> Vec<Standing> {
         let of_scheduler = |scheduler: &Scheduler| {
             let Scheduler { engine, proof, .. } = scheduler;

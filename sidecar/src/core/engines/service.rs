@@ -2,12 +2,13 @@
 
 use super::{Binding, EngineState, Scheduler};
 
-/// A phase of a scheduler's session, with the facts of this phase alone. [`Service::after`] is the list of the transitions.
+/// A phase of a scheduler's session, with the facts of this phase alone. [`Service::after`] is the list of
+/// the transitions.
 ///
-/// `lost_rank`: a rank was lost since the engine was bound. The KV of steps before may be in no memory.
+/// `lost_rank`: a rank was lost since the engine was bound. The KV of earlier steps may be in no memory.
 #[derive(Copy, Clone, Debug)]
 pub(super) enum Service {
-    /// No namespace: a rank has not joined, or has not said its facts.
+    /// No namespace: a rank has not joined, or has not stated its facts.
     Unbound { lost_rank: bool },
     /// The namespace is served, and every rank takes part.
     Served { binding: Binding },
@@ -18,7 +19,7 @@ pub(super) enum Service {
 /// An event in the life of a session.
 #[derive(Copy, Clone, Debug)]
 pub(super) enum ServiceEvent {
-    /// All ranks have joined and said their facts. The namespace is open to the run, or closed.
+    /// All ranks have joined and stated their facts. The namespace is open to the run, or closed.
     Bound {
         binding: Binding,
         is_barred: bool,
@@ -69,13 +70,13 @@ impl Scheduler {
         }
     }
 
-    /// The namespace in service.
+    /// Returns the served namespace, if there is one.
     pub(crate) fn binding(&self) -> Option<Binding> {
         let Service::Served { binding } = self.service else { return None };
         Some(binding)
     }
 
-    /// The namespace closed to this run.
+    /// Returns the namespace closed to this run, if it is barred.
     pub(crate) fn barred(&self) -> Option<Binding> {
         let Service::Barred { binding, .. } = self.service else { return None };
         Some(binding)

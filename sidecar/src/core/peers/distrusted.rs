@@ -1,7 +1,8 @@
-//! Blocks that no peer is asked for: a check found the engine wrong that had saved them here, and peers that fetched them then have
-//! them still.
+//! Distrusted blocks: no peer is asked for them. A check found their saver here wrong, and peers may still
+//! have copies from that time.
 //!
-//! They stay distrusted for this life, also where one is saved anew: what peers keep under its key does not change by that.
+//! A block stays distrusted for this life, even if it is saved again: the copies of peers under its key stay
+//! the same.
 
 use std::collections::{BTreeSet, VecDeque};
 
@@ -12,7 +13,7 @@ use super::{Peers, shared};
 use crate::core::context::Context;
 use crate::core::namespaces::Binding;
 
-/// Blocks that are remembered, the last ones: all that 16 engines lose which are barred. 30 MB.
+/// Limit of remembered blocks, the last ones: all blocks lost by 16 barred engines. 30 MB.
 pub(super) const DISTRUSTED_MAX: usize = 1 << 20;
 
 #[derive(Debug, Default)]
@@ -44,7 +45,7 @@ impl Distrusted {
 // === impl Peers ===
 
 impl Peers {
-    /// What peers may have fetched of these blocks is wrong: it is never asked for.
+    /// Distrusts blocks: peers may have fetched wrong copies, so no peer is ever asked for them.
     pub(super) fn distrust(&mut self, keys: &BTreeSet<BlockKey>, cx: &Context) {
         keys.iter().filter_map(|key| shared(key, cx)).for_each(|digest| self.distrusted.insert(digest));
     }

@@ -1,10 +1,11 @@
-//! Fetches: what a query misses here and peers may have comes into DRAM from them.
+//! Fetches: blocks missing here come into DRAM from peers.
 //!
-//! The part of a run that peers may have is spread over several that do, each a contiguous part of it. A block that one
-//! fails to give is asked of another, as long as somebody waits for it and time is left; else the run ends there.
+//! The part of a run held by peers is spread over several of them, each with a contiguous part. If a peer
+//! fails to give a block, another one is asked for it, as long as an operation waits for it and time is left;
+//! otherwise the run ends there.
 //!
-//! A fetched block is not offered to the SSD tier: its owner may have written it, and each node would write it again. It is
-//! offered like any other when an engine here saves it anew.
+//! A fetched block is not offered to the SSD tier: its owner may have written it, and each node would write
+//! it again. It is offered like any other when an engine here saves it again.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -26,12 +27,12 @@ use crate::core::namespaces::Binding;
 use crate::core::tier::{Notice, ReadEnd, Span, Tier};
 use crate::system::clock::millis;
 
-/// Peers that are asked for a block, one after the other.
+/// Limit of peers asked for a block, one after the other.
 const HOLDERS_MAX: usize = 3;
-/// Times that the directory is asked how a run goes on, beside what is here of it: peers that were given the same prompts
-/// have long parts of it.
+/// Limit of searches of the directory for one run, beside the blocks here: peers with the same prompts have
+/// long parts of it.
 pub(super) const SPANS_MAX: usize = 4;
-/// Bytes for which another peer is worth asking beside the first: what a stream of a transport takes at once.
+/// Bytes worth one more peer: as many as a stream of a transport takes at once.
 const PART_BYTES_MIN: u64 = 4 << 20;
 
 #[derive(Debug)]
@@ -39,27 +40,27 @@ pub(super) struct Fetching {
     peer: PeerNumber,
     /// When its blocks were first asked for.
     since: Duration,
-    /// When it ends at the latest; who waits has gone by then.
+    /// Its latest end; all waiters are gone by then.
     until_ms: u64,
-    /// Peers that have failed to give its blocks.
+    /// Peers without success for its blocks.
     tried: Vec<PeerNumber>,
     namespace: NamespaceDigest,
     bytes: u32,
-    /// `None`: it has ended.
+    /// Its blocks; `None` for an ended one.
     blocks: Vec<Option<Wanted>>,
-    /// Those that have not.
+    /// Number of its unended blocks.
     open: usize,
-    /// Some have come.
+    /// True if some blocks have come.
     gave: bool,
-    /// It took the longest time, and its peer gave too little meanwhile.
+    /// True if it took the longest time, and its peer gave too little meanwhile.
     is_slow: bool,
-    /// Bytes that its peer had given when it began, until it is late. `None` too where another peer was asked before: it has only what
-    /// is left of the time.
+    /// Bytes given by its peer before the fetch began, until it is late. `None` also after a request to
+    /// another peer: it has only the rest of the time.
     given_before: Option<u64>,
 }
 
-/// Blocks that one peer failed to give and somebody waits for, by the ticket of the fetch that they were in and their place in it; with
-/// each ticket the fetch without blocks.
+/// Blocks not given by one peer and still awaited, by the ticket of their fetch and their place in it. Beside
+/// each ticket stands the fetch without its blocks.
 #[derive(Debug, Default)]
 pub(super) struct Again(BTreeMap<u64, (Fetching, BTreeMap<u32, Wanted>)>);
 
@@ -93,13 +94,13 @@ impl Fetching {
         }
     }
 
-    /// The same of other blocks and maybe another peer.
+    /// Returns the same fetch with other blocks, and maybe another peer.
     fn with(&self, peer: PeerNumber, blocks: impl IntoIterator<Item = Wanted>) -> Self {
         let blocks: Vec<_> = blocks.into_iter().map(Some).collect();
         Self { peer, open: blocks.len(), blocks, tried: self.tried.clone(), ..*self }
     }
 
-    /// Blocks of it that have not ended.
+    /// Returns the number of its unended blocks.
     pub(super) fn open(&self) -> u64 {
         self.open as u64
     }
@@ -129,7 +130,7 @@ impl Peers {
         self.fetches.insert(ticket, fetching);
     }
 
-    /// Takes a block out of its fetch; with it the fetch without blocks.
+    /// Takes a block out of its fetch. Returns it, and the fetch without blocks.
     fn end(&mut self, end: &Done, cx: &mut Context) -> (Wanted, Fetching) {
         let now_ms = cx.now_ms;
         let fetching = self.fetches.get_mut(&end.ticket).expect("a fetch lasts until all of it has ended");
@@ -157,7 +158,8 @@ impl Peers {
         (wanted, of)
     }
 
-    /// A fetch has ended: requests wait for peers no longer once fetches bring nothing or too little, and again once one brings blocks.
+    /// Judges an ended fetch: requests stop waiting for peers after fetches with no or too few blocks, and
+    /// wait again once a fetch brings blocks.
     fn judge_waits(&mut self, last: &Done, of: &Fetching, cx: &mut Context) {
         if of.gave && !of.is_slow {
             if self.fruitless.end_pause() {
@@ -178,21 +180,21 @@ impl Peers {
         }
     }
 
-    /// Another peer that may have the begin of a run, and how many blocks of it.
+    /// Returns another peer that may have the begin of a run, and the length of this part in blocks.
     fn other_holder(&self, now_ms: u64, run: &[Digest], tried: &[PeerNumber]) -> Option<(PeerNumber, usize)> {
         let holders = self.directory.probe(now_ms, run);
         let other = holders.iter().find(|holder| !tried.contains(&holder.peer))?;
         Some((other.peer, other.run as usize))
     }
 
-    /// Whether anybody can be asked for blocks of this engine.
+    /// True if any peer can be asked for blocks of this engine.
     pub(super) fn may_ask(&self, binding: &Binding, cx: &Context) -> bool {
         let is_retired = cx.namespaces.is_retired(binding.space());
         let passes = self.fruitless.lets_pass(cx.now_ms, !self.fetches.is_empty());
         passes && !binding.is_private() && !is_retired && self.directory.peers().next().is_some()
     }
 
-    /// Whether anybody can be asked for a run.
+    /// True if any peer can be asked for a run.
     pub(super) fn may_ask_for(&self, binding: &Binding, run: &[BlockHash], cx: &Context) -> bool {
         self.may_ask(binding, cx) && run.first().is_some_and(|hash| !self.distrusts(binding, hash))
     }
@@ -209,7 +211,7 @@ impl Tier for Peers {
         Source::Peer
     }
 
-    /// Who may have the begin of a run. It ends before a block that nobody is asked for.
+    /// Returns the begin of a run at peers, with its possible holders. It ends before a distrusted block.
     fn find(&self, binding: &Binding, run: &[BlockHash], spans: usize, cx: &Context) -> Option<Span> {
         if spans >= SPANS_MAX || !self.may_ask_for(binding, run, cx) {
             return None;
@@ -217,7 +219,7 @@ impl Tier for Peers {
         let digests: Vec<Digest> = run.iter().map(|hash| binding.block_digest(hash)).collect();
         let mut holders = self.directory.probe(cx.now_ms, &digests);
         let best = *holders.first()?;
-        // The others are asked once these fail.
+        // The other holders are asked once these fail.
         holders.retain(|holder| holder.absence_level == best.absence_level);
         let run = &run[..best.run as usize];
         let reach = run.iter().position(|hash| self.distrusts(binding, hash)).unwrap_or(run.len());
@@ -233,7 +235,7 @@ impl Tier for Peers {
         Some(SourceLane::Peer(self.find(binding, run, 0, cx)?.holders.first()?.peer))
     }
 
-    /// True within the reads of a fetch's time, as far as these are known: the rest would come late.
+    /// True while the reads fit into a fetch's time, as far as the rate is known: later blocks would be late.
     fn begin_read(&mut self, _key: BlockKey, _slot: SlotRef, bytes: u64, parts: u64, now: Duration) -> bool {
         let takes = self.pace.takes(bytes, parts);
         if takes {
@@ -242,7 +244,7 @@ impl Tier for Peers {
         takes
     }
 
-    /// Fetches those blocks of a span that have slots, in its order.
+    /// Fetches the blocks of a span for which there are slots, in its order.
     fn read(&mut self, binding: &Binding, span: &Span, slots: &[SlotRef], cx: &mut Context) {
         let wanted = |(&(place, key), &slot): (&(u32, BlockKey), &SlotRef)| (place, Wanted { key, slot });
         let begun: Vec<(u32, Wanted)> = span.blocks.iter().zip(slots).map(wanted).collect();
@@ -272,8 +274,8 @@ impl Tier for Peers {
         None
     }
 
-    /// Asks other peers for what one has failed to give: for each fetch the directory is looked at as often as for a run. The blocks
-    /// that nobody else may have, and those behind them.
+    /// Asks other peers for blocks not given by one: for each fetch, the directory is searched as often as
+    /// for a run. Returns the blocks without another possible holder, and those behind them.
     fn retry(&mut self, cx: &mut Context) -> Vec<ReadEnd> {
         let mut left = Vec::new();
         for (mut of, failed) in std::mem::take(&mut self.again).0.into_values() {
@@ -316,14 +318,14 @@ impl Tier for Peers {
         }
     }
 
-    /// Whether a peer reads from this pool.
+    /// True while a peer reads from this pool.
     fn busy(&self) -> bool {
         !self.grants.is_empty()
     }
 }
 
-/// Cuts what was begun of the span, in its order, so that each of the holders has a part of it that it may have:
-/// those with the shortest runs the first parts.
+/// Cuts the begun blocks of a span, in its order, into parts for its holders: each may have its own part, so
+/// holders with the shortest runs get the first ones.
 fn cut_span<T>(span: &Span, begun: Vec<(u32, T)>, block_bytes: u64) -> Vec<(PeerNumber, Vec<T>)> {
     let worth = (begun.len() as u64 * block_bytes).div_ceil(PART_BYTES_MIN).max(1);
     let count = span.holders.len().min(usize::try_from(worth).unwrap_or(usize::MAX));

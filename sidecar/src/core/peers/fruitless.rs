@@ -3,7 +3,7 @@
 //! A breaker counts the failures of one peer. Many peers may hang at once, or this node's own link may be at fault. Each peer then fails too
 //! rarely for its breaker, and every request waits for its whole time. So the fetches of all peers are counted together, too.
 
-/// Fruitless fetches in a row before a pause.
+/// Limit of fruitless fetches in a row before a pause.
 const IN_ROW_MAX: u32 = 3;
 /// Milliseconds between the ends of two fruitless fetches, at least: parts of one request end together.
 const APART_MS: u64 = 50;
@@ -18,7 +18,7 @@ const PAUSE_MS_MAX: u64 = 30_000;
 pub(super) struct FruitlessFetches {
     in_row: u32,
     ended_ms: Option<u64>,
-    /// The last pause's length, and the time of its end. Then one fetch tries.
+    /// Length and end of the last pause. After the end, one fetch tries.
     pause_ms: u64,
     until_ms: Option<u64>,
 }
@@ -26,7 +26,7 @@ pub(super) struct FruitlessFetches {
 // === impl FruitlessFetches ===
 
 impl FruitlessFetches {
-    /// Whether peers may be asked, with other fetches under way or not.
+    /// True if peers may be asked. `under_way`: other fetches are under way.
     pub(super) fn lets_pass(&self, now_ms: u64, under_way: bool) -> bool {
         self.until_ms.is_none_or(|until_ms| until_ms <= now_ms && !under_way)
     }
@@ -35,12 +35,12 @@ impl FruitlessFetches {
         self.until_ms.is_some()
     }
 
-    /// A fetch has brought blocks: returns whether a pause ends.
+    /// Counts a fetch with blocks. True if a pause ends.
     pub(super) fn end_pause(&mut self) -> bool {
         std::mem::take(self).is_paused()
     }
 
-    /// A fetch has ended without enough blocks, after a request has waited for it: returns whether a pause begins.
+    /// Counts a fetch without enough blocks, after a request has waited for it. True if a pause begins.
     pub(super) fn count_fetch(&mut self, now_ms: u64) -> bool {
         if self.ended_ms.is_some_and(|ended_ms| now_ms < ended_ms + APART_MS) {
             return false;

@@ -1,4 +1,4 @@
-//! Serving: blocks that a peer asks for are held in their slots until it has read them.
+//! Serving: blocks requested by a peer are held in their slots until it has read them.
 
 use mesh::transport::{Label, PeerNumber};
 use shm_protocol::key::BlockKey;
@@ -10,11 +10,11 @@ use crate::core::Action;
 use crate::core::context::Context;
 use crate::core::namespaces::Space;
 
-/// Blocks that are held for one ask of a peer until it has read them.
+/// Blocks held for one ask of a peer until it has read them.
 #[derive(Debug)]
 pub(super) struct Granted {
     peer: PeerNumber,
-    /// Slots, held, with the bytes of each, in the order asked.
+    /// Held slots with the bytes of each, in the order of the ask.
     slots: Vec<(SlotRef, u64)>,
 }
 
@@ -29,7 +29,8 @@ impl Granted {
 // === impl Peers ===
 
 impl Peers {
-    /// Answers a peer's ask: what is here, in the length it says, and what is not. A sidecar that is to end gives nothing.
+    /// Answers a peer's ask: grants the blocks here with the stated length, and denies the others. A sidecar
+    /// about to end gives nothing.
     pub(super) fn grant(&mut self, ask: u64, peer: PeerNumber, blocks: &[Label], cx: &mut Context) {
         let mut granted = Granted { peer, slots: Vec::new() };
         let mut has: u64 =
@@ -49,7 +50,8 @@ impl Peers {
         cx.actions.push(Action::Grant { ask, slots });
     }
 
-    /// Holds a block for a peer that `has` so many bytes. An ask counts as no access: the peer keeps the block for itself from now on.
+    /// Holds a block for a peer with `has` bytes of grants. An ask counts as no access: the peer keeps its
+    /// own copy from now on.
     fn hold(&mut self, label: &Label, has: u64, cx: &mut Context) -> Option<SlotRef> {
         let bytes = u64::from(label.bytes);
         let space = Space { digest: label.namespace, block_bytes: bytes };
@@ -72,15 +74,15 @@ impl Peers {
         None
     }
 
-    /// Whether a peer that `has` so much may have as much more: one that reads slowly leaves as much to all others as it has. The first
-    /// block of each may be larger.
+    /// True if a peer with `has` bytes of grants may have `bytes` more: a slow reader leaves as much to all
+    /// others as it has. The first block of each peer may be larger.
     fn has_share(&self, has: u64, bytes: u64) -> bool {
         let others = self.granted_bytes - has;
         has == 0 || has + bytes <= (self.granted_bytes_max - others) / 2
     }
 
-    /// The transport needs the slots of a grant no more. Blocks that were sent are not kept for another engine any longer: that
-    /// engine's own sidecar has them.
+    /// Ends a grant: the transport no longer needs its slots. Sent blocks are no longer kept for another
+    /// engine: its own sidecar has them.
     pub(super) fn release(&mut self, ask: u64, sent: u32, cx: &mut Context) {
         let granted = self.grants.remove(&ask).expect("a grant is released once");
         self.granted_bytes -= granted.bytes();

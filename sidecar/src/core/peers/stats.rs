@@ -1,4 +1,4 @@
-//! What the core counts of the mesh.
+//! Figures of the mesh in the core.
 
 use mesh::directory::PeerStats;
 use mesh::transport::Fault;
@@ -13,44 +13,44 @@ pub struct PeersStats {
     pub peers: Vec<PeerStats>,
     /// Blocks on their way from peers now.
     pub fetching: u64,
-    /// Blocks that no peer is asked for in this life.
+    /// Blocks no peer is asked for in this life.
     pub distrusted: u64,
-    /// Bytes that peers are reading now.
+    /// Bytes being read by peers now.
     pub granted_bytes: u64,
     pub fetches: u64,
-    /// Fetches without a block after a request had waited for them.
+    /// Fetches without a block although a request had waited for them.
     pub fruitless_fetches: u64,
-    /// No request waits for peers, since their blocks do not come.
+    /// True while no request waits for peers, because their blocks do not come.
     pub paused: bool,
     /// Blocks brought into DRAM from peers.
     pub fetched_blocks: u64,
     pub fetched_bytes: u64,
-    /// Blocks that one peer failed to give and another was asked for.
+    /// Blocks not given by one peer and asked of another.
     pub retried_blocks: u64,
-    /// Blocks that a peer did not give, by kind.
+    /// Blocks not given by a peer, by kind of fault.
     pub faults: [u64; FAULT_NAMES.len()],
     pub asks: u64,
-    /// Blocks they asked for.
+    /// Blocks requested by peers.
     pub asked_blocks: u64,
-    /// Blocks of those that were not here.
+    /// Requested blocks not here.
     pub absent_blocks: u64,
-    /// Blocks of those that were here and not granted: too much was granted already.
+    /// Requested blocks here and not granted: too much was granted already.
     pub withheld_blocks: u64,
     pub served_blocks: u64,
     pub served_bytes: u64,
-    /// Blocks that peers were told to have come or gone.
+    /// Changes of blocks published to peers.
     pub told: u64,
     /// Outgrown filters of peers.
     pub resyncs: u64,
     /// Requests that waited for a producer.
     pub miss_waits: u64,
-    /// Those whose blocks did not come.
+    /// Requests that waited and did not get their blocks.
     pub miss_waits_exhausted: u64,
     /// Engines whose requests do not wait any more.
     pub miss_wait_breakers: u64,
 }
 
-/// The place of a fault in [`PeersStats::faults`].
+/// Returns the place of a fault in [`PeersStats::faults`].
 pub(super) fn index(fault: Fault) -> usize {
     match fault {
         Fault::Absent => 0,

@@ -1,5 +1,5 @@
-//! The rules of the mesh's part, against the real tiers and the real directory; what carries blocks is a list of actions that
-//! the test ends.
+//! The rules of the mesh in the core, against the real tiers and the real directory. A list of actions, ended
+//! by the test, stands for the transport.
 
 mod absences;
 mod early;
@@ -45,7 +45,7 @@ struct Scene {
     cancelled: Vec<u64>,
     granted: BTreeMap<u64, Vec<Option<SlotRef>>>,
     told: Vec<Change>,
-    /// The last keys of the promised prompts, one list for each time that peers were told.
+    /// The last keys of the promised prompts, one list for each publication.
     promised: Vec<Vec<Digest>>,
     op: u64,
 }
@@ -63,7 +63,7 @@ impl Scene {
         Self::waiting(None)
     }
 
-    /// An engine whose requests wait so long for a producer.
+    /// An engine with this wait of its requests for a producer.
     fn waiting(miss_wait_ms: Option<u32>) -> Self {
         let pool_bytes = POOL_SEGMENT * POOL_SEGMENTS;
         let config = dram::Config { pool_bytes, segment_bytes: POOL_SEGMENT, lease_ttl_ms: 10_000 };
@@ -75,14 +75,14 @@ impl Scene {
         Self { engine, fetches, cancelled, granted, told, promised, op: 0 }
     }
 
-    /// The same with a peer that has these blocks.
+    /// The same with a peer keeping these blocks.
     fn with(peer: PeerNumber, keys: Range<u32>) -> Self {
         let mut scene = Self::new();
         scene.join(peer, keys);
         scene
     }
 
-    /// Peer A has produced these.
+    /// Peer A announces these new blocks.
     fn produce(&mut self, keys: Range<u32>) {
         let changes = keys.map(|key| Change::Added(digest(key))).collect();
         self.hear(Heard::Changed { peer: A, changes });
@@ -126,7 +126,7 @@ impl Scene {
         self.op
     }
 
-    /// Saves `keys` under a log that is closed again.
+    /// Saves `keys` under a log, and closes it.
     fn save(&mut self, keys: Range<u32>) {
         let op = self.next_op();
         self.engine.save_done(op, keys);
@@ -199,7 +199,7 @@ impl Scene {
     }
 }
 
-/// A query of log 1 waits for `count` blocks, which are sent for.
+/// A query of log 1 waits for `count` blocks, and the peer is asked for them.
 fn fetching(count: u32) -> (Scene, u64, Fetch) {
     let mut scene = Scene::with(A, 0..count);
     let op = scene.query(1, 0..count);
@@ -331,7 +331,7 @@ fn what_one_peer_fails_to_give_is_asked_of_another_together() {
 #[test]
 fn what_a_fetch_lacks_is_looked_for_as_often_as_a_run() {
     let (mut scene, _, first) = fetching(8);
-    // One block of each peer, and the fourth block of nobody else.
+    // Each peer has one block, and no other peer has the fourth one.
     for (peer, key) in (2..).zip([0, 1, 2, 4, 5]) {
         scene.join(PeerNumber(peer), key..key + 1);
     }
@@ -343,7 +343,7 @@ fn what_a_fetch_lacks_is_looked_for_as_often_as_a_run() {
     scene.join(B, 0..6);
     let end = |index| JobEnd::Peer(Done { ticket: first.ticket, index, result: Err(Fault::Absent) });
     scene.event(Event::Transferred { tier: 0, ends: (0..8).rev().map(end).collect() });
-    assert_eq!(keys_of(&scene.fetch()), (0..6).map(label).collect::<Vec<_>>(), "whatever ended first");
+    assert_eq!(keys_of(&scene.fetch()), (0..6).map(label).collect::<Vec<_>>(), "in any order of ends");
 
     let (mut scene, _, first) = fetching(8);
     (0..8).for_each(|key| scene.join(PeerNumber(2 + key), key..key + 1));
@@ -372,7 +372,7 @@ fn a_peer_that_fails_is_left_alone() {
     }
     scene.answers();
     let op = scene.query(3, 0..4);
-    assert_eq!(scene.answers(), [(op, Status::Ok, 0)], "nobody waits for it");
+    assert_eq!(scene.answers(), [(op, Status::Ok, 0)], "no query waits for it");
     assert!(scene.fetches.is_empty() && scene.stats().peers[0].breaker_open);
     scene.tick(2000);
     scene.query(4, 0..4);
@@ -381,7 +381,8 @@ fn a_peer_that_fails_is_left_alone() {
     assert!(!scene.stats().peers[0].breaker_open, "a trial that went well");
 }
 
-/// Ends all 10 blocks of a fetch but the last, one each 200 ms: their peer is lively. The last is late.
+/// Ends 9 of the 10 blocks of a fetch well, one each 200 ms: its peer gives blocks all the time. The last one
+/// is late.
 fn end_late(scene: &mut Scene, fetch: &Fetch) {
     for block in 0..9 {
         scene.tick(200);
@@ -391,7 +392,7 @@ fn end_late(scene: &mut Scene, fetch: &Fetch) {
     scene.end(fetch, 9..10, Err(Fault::Timeout(Stage::Whole)));
 }
 
-/// Whoever has these blocks gives them at once.
+/// Peers with these blocks give them at once.
 fn give(scene: &mut Scene, keys: Range<u32>) {
     let before = scene.fetches.len();
     scene.query(99, keys);
@@ -401,8 +402,9 @@ fn give(scene: &mut Scene, keys: Range<u32>) {
     scene.ask(SchedulerRequest::Close { log: 99, way: 0 });
 }
 
-/// Three fetches from peer A, each late, with what comes before and meanwhile, which may be blocks from the key that it is told on; how
-/// often A was left alone. 30 other peers have 10 blocks each, from 1000 on.
+/// Returns how often peer A was left alone after three late fetches from it. `before` and `meanwhile` act
+/// before and during each fetch; their key is the first one of blocks for them to fetch. 30 other peers have
+/// 10 blocks each, from 1000 on.
 fn trips_of_late_fetches(before: impl Fn(&mut Scene, u32), meanwhile: impl Fn(&mut Scene, u32)) -> u64 {
     let mut scene = Scene::with(A, 0..900);
     (0..30).for_each(|other| scene.join(PeerNumber(2 + other), 1000 + 10 * other..1010 + 10 * other));
@@ -538,7 +540,7 @@ fn time_ends_a_wait_and_not_its_fetch() {
     scene.tick(2000);
     assert_eq!(scene.answers(), [(op, Status::Ok, 1)]);
     let op = scene.query_again(1, 2);
-    assert_eq!(scene.answers(), [(op, Status::Ok, 1)], "what is late is not waited for");
+    assert_eq!(scene.answers(), [(op, Status::Ok, 1)], "a late block is not waited for");
     assert!(scene.engine.core.busy(), "the slot is the fetch's until its end");
     scene.end(&fetch, 1..2, Ok(1));
     let op = scene.query_again(1, 2);
@@ -585,7 +587,7 @@ fn peers_are_told_what_comes_and_goes() {
     for change in &scene.told {
         match change {
             Change::Added(digest) => assert!(filter.insert(*digest)),
-            Change::Removed(digest) => assert!(filter.remove(*digest), "it was told of before"),
+            Change::Removed(digest) => assert!(filter.remove(*digest), "it was announced before"),
         }
     }
     assert_eq!(filter.len() as u64, scene.engine.core.stats().blocks, "no more and no less than is here");
@@ -605,7 +607,7 @@ fn granted_slots_are_held_until_their_release() {
     for from in (1000..1000 + 8 * POOL_BLOCKS).step_by(7) {
         scene.save(from..from + 7);
     }
-    assert_eq!(scene.stats().granted_bytes, 2 * BLOCK_BYTES, "evicted by nobody");
+    assert_eq!(scene.stats().granted_bytes, 2 * BLOCK_BYTES, "granted blocks are not evicted");
     scene.hear(Heard::Released { ask: 7, sent: 1 });
     assert!(scene.is_quiet());
     let stats = scene.stats();
@@ -686,7 +688,7 @@ fn a_filter_without_room_is_asked_for_anew_once() {
     scene.hear(Heard::Changed { peer: A, changes });
     assert_eq!(resyncs(&mut scene), 0);
     scene.hear(Heard::Changed { peer: B, changes: vec![Change::Added(digest(1))] });
-    assert_eq!(scene.stats().peers.len(), 1, "who is no member is not believed");
+    assert_eq!(scene.stats().peers.len(), 1, "only members are believed");
 }
 
 #[test]

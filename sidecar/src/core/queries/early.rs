@@ -1,8 +1,9 @@
-//! Early answers: a query whose blocks are on their way is answered when the first of them is here, and its blocks are loaded
-//! in parts, each as soon as it has arrived whole. The way to the engine's memory then begins while the wire is still busy.
+//! Early answers: a query with blocks on their way is answered once the first of them is here, and its blocks
+//! are loaded in parts, each as soon as all of it has arrived. Copies to the engine's memory then begin while
+//! other blocks still arrive.
 //!
-//! For engines that ask for it, where this process writes the blocks and no step waits for them: such a load may fail. What was
-//! answered early is held for the time of a lease.
+//! They are for engines that ask for them, if this process writes the blocks and no step waits for them: such
+//! a load may fail. Blocks of an early answer are held for the time of a lease.
 
 use shm_protocol::key::BlockHash;
 use shm_protocol::message::Status;
@@ -12,30 +13,30 @@ use shm_protocol::request;
 use super::waits::WaitPhase;
 use super::{Base, Binding, Context, Found, Queries, Question, SessionId};
 
-/// Bytes on their way that are worth an early answer. A load that no step waits for costs its request about a step more, and
-/// the early answer gains the time of a copy to the device: 6 ms for so many at 40 GB/s.
+/// Bytes on their way worth an early answer. A load without a waiting step costs its request about a step
+/// more, and the early answer gains the time of a copy to the device: 6 ms for so many at 40 GB/s.
 const BYTES_MIN: u64 = 256 << 20;
-/// The same in a small pool: 1 of so many parts of what may be on its way.
+/// The same in a small pool: 1 of so many parts of the limit for arrivals.
 const PART: u64 = 16;
 
 // === impl Queries ===
 
 impl Queries {
-    /// Answers a query the first of whose blocks has come, if enough of the others are still on their way.
+    /// Answers a query whose first missing block has come, if enough of the others are still on their way.
     pub(super) fn answer_early(&mut self, place: (SessionId, u32), base: &mut Base) {
         let Some(wait) = self.waits.get(&place) else { return };
         let WaitPhase::ForBlocks { open, whole, .. } = wait.phase else { return };
         let question = wait.question;
-        // A run that ends early may still grow while its window is open.
+        // An incomplete run may still grow while its window is open.
         let may_grow = !whole && self.log(place.0, place.1).window.is_some();
-        // Every rank has joined and leaves its loads to this process.
+        // True if every rank has joined and leaves its loads to this process.
         let writes_loads = base.engines.every_rank(place.0, |rank| !rank.by_engine);
         if !question.arriving || may_grow || base.cx.draining || !writes_loads || !self.ends_soon(wait, base)
         {
             return;
         }
         let least = BYTES_MIN.min(base.cx.arrivals.bytes_max() / PART);
-        // Who awaits another engine's blocks asks as that engine's step ends: what is left are copies.
+        // An engine asks for blocks of another engine at the end of the other's step: only copies are left.
         let at_once = question.awaits && whole;
         let is_worth_it = |binding: &Binding, blocks: usize| {
             blocks > 0 && (at_once || blocks as u64 * binding.block_bytes() >= least)
@@ -62,8 +63,8 @@ impl Queries {
         self.answer(question, Found { known: 0, refs: slots }, Status::Arriving, &mut base.cx);
     }
 
-    /// The run of a question whose blocks are here or on their way: the slots of all, of those that are here, held, and how
-    /// many are on their way.
+    /// Returns the part of a question's run here or on its way: all its slots, the held slots of the blocks
+    /// here, and the number of blocks on their way.
     fn run(
         &self,
         question: Question,
@@ -91,8 +92,8 @@ impl Queries {
         (slots, held, coming)
     }
 
-    /// What a load names of a query that was answered early: each key and the slot that was named for it. `None`: it names no such
-    /// query.
+    /// Returns the keys named by a load under an early answer, each with the slot named for it. `None`: the
+    /// load names no query answered early.
     pub(crate) fn early(
         &self,
         session: SessionId,
@@ -103,7 +104,7 @@ impl Queries {
         let WaitPhase::Answered { slots, .. } = &wait.phase else { return None };
         let first = from.checked_sub(wait.question.from).map(|first| first as usize);
         let slots = first.and_then(|first| slots.get(first..first + count as usize));
-        // Such a load may fail: neither may a step wait for it nor an engine copy it.
+        // Such a load may fail: no step may wait for it, and no engine may copy it.
         let slots = slots.filter(|_| !asked.flags.sync() && !asked.flags.by_engine());
         let keys = self.log(session, log).some(from, count);
         let named = slots.map(|slots| keys.iter().copied().zip(slots.iter().copied()).collect());

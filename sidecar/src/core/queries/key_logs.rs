@@ -13,15 +13,15 @@ use tiers::dram::LeaseId;
 use super::windows::Window;
 use super::{Context, Question, SessionId, Violation};
 
-/// Those of one scheduler.
+/// The key logs of one scheduler.
 #[derive(Debug, Default)]
 pub(crate) struct KeyLogs {
     open: BTreeMap<u32, KeyLog>,
     /// Logs with a lease.
     leased: BTreeSet<u32>,
-    /// Logs whose keys its engine has promised to save.
+    /// Logs of prompts promised by the engine: it will save their blocks.
     pub(super) promised: BTreeSet<u32>,
-    /// Keys in all logs; bounded by the arena that holds them.
+    /// Number of keys in all logs; the arena bounds it.
     keys: usize,
 }
 
@@ -29,29 +29,30 @@ pub(crate) struct KeyLogs {
 #[derive(Debug, Default)]
 pub(super) struct KeyLog {
     pub(super) keys: Vec<BlockHash>,
-    /// How many blocks had been kept for engines that await them by then.
+    /// Number of blocks kept for other engines before the log was opened.
     pub(super) kept_before: u64,
     pub(super) chunks: Vec<u32>,
-    /// The log ends with the key of a prompt's tail: not every engine saves that block, and a further append is a violation.
+    /// The log ends with the key of a prompt's tail: not every engine saves this block, and a further append
+    /// is a violation.
     pub(super) tail: bool,
     pub(super) lease: Option<QueryLease>,
-    /// Where those of its blocks were found that were brought into DRAM for it.
+    /// The sources of those of its blocks brought into DRAM for it.
     pub(super) brought: BTreeMap<BlockHash, Source>,
-    /// Whether a question was put.
+    /// True once a question was put.
     pub(super) asked: bool,
-    /// The keys that the first question was for.
+    /// The range of the first question's keys.
     pub(super) first_asked: Option<Range<usize>>,
-    /// A question asked for the last kept key.
+    /// True once a question asked for the last kept key.
     pub(super) asked_last: bool,
-    /// While its questions may wait for a producer.
+    /// `Some` while its questions may wait for a producer.
     pub(super) window: Option<Window>,
 }
 
-/// What a query granted.
+/// The lease granted by a query.
 #[derive(Copy, Clone, Debug)]
 pub(super) struct QueryLease {
     pub(super) id: LeaseId,
-    /// The query that granted it; its name on the wire.
+    /// The operation of the query; its name on the wire.
     pub(super) op: u64,
     pub(super) from: u32,
     pub(super) hits: u32,
@@ -60,7 +61,7 @@ pub(super) struct QueryLease {
 // === impl KeyLogs ===
 
 impl KeyLogs {
-    /// A log is opened.
+    /// Opens a log. Fails if it is open.
     pub(crate) fn open(&mut self, number: u32, cx: &Context) -> Result<(), Violation> {
         let opened = KeyLog { kept_before: cx.kept.count(), ..KeyLog::default() };
         if self.open.insert(number, opened).is_some() {
@@ -69,7 +70,8 @@ impl KeyLogs {
         Ok(())
     }
 
-    /// Keys are added to the end of a log.
+    /// Adds keys to the end of a log. Fails if it is not open or ended, if the keys do not follow its last
+    /// one, or beyond the limit of keys.
     pub(crate) fn append(&mut self, append: &Append, keys: Vec<BlockHash>) -> Result<(), Violation> {
         let Keys { log: number, from, .. } = append.keys;
         let room = LOG_KEYS - self.keys;
@@ -93,27 +95,27 @@ impl KeyLogs {
         Ok(())
     }
 
-    /// A log that an engine names.
+    /// Returns a log named by an engine. Fails if it is not open.
     pub(super) fn get(&self, number: u32) -> Result<&KeyLog, Violation> {
         self.open.get(&number).ok_or_else(|| unknown(number))
     }
 
-    /// A log that is open.
+    /// Returns an open log.
     pub(super) fn known(&self, number: u32) -> &KeyLog {
         &self.open[&number]
     }
 
-    /// The same, to be changed.
+    /// Returns an open log, to be changed.
     pub(super) fn known_mut(&mut self, number: u32) -> &mut KeyLog {
         self.open.get_mut(&number).expect("the caller checked")
     }
 
-    /// The window of a log, if it has one.
+    /// Returns the window of a log, if it has one.
     pub(super) fn window(&mut self, number: u32) -> Option<&mut Window> {
         self.open.get_mut(&number)?.window.as_mut()
     }
 
-    /// What a query has granted on a log, or that it granted nothing.
+    /// Sets a log's lease; `None`: the query was granted nothing.
     pub(super) fn lease(&mut self, number: u32, lease: Option<QueryLease>) {
         match lease {
             Some(_) => self.leased.insert(number),
@@ -122,14 +124,14 @@ impl KeyLogs {
         self.known_mut(number).lease = lease;
     }
 
-    /// Parts a log from its lease.
+    /// Takes the lease off a log, if it has one. Fails if the log is not open.
     pub(super) fn take_lease(&mut self, number: u32) -> Result<Option<QueryLease>, Violation> {
         let log = self.open.get_mut(&number).ok_or_else(|| unknown(number))?;
         self.leased.remove(&number);
         Ok(log.lease.take())
     }
 
-    /// Logs with a lease.
+    /// Returns the logs with a lease.
     pub(super) fn leased(&self) -> Vec<u32> {
         self.leased.iter().copied().collect()
     }
@@ -138,7 +140,7 @@ impl KeyLogs {
         self.open.values().filter_map(|log| log.lease)
     }
 
-    /// A log is closed.
+    /// Closes a log, and returns it; `None` if it is not open.
     pub(super) fn close(&mut self, number: u32) -> Option<KeyLog> {
         let log = self.open.remove(&number)?;
         self.promised.remove(&number);
@@ -150,42 +152,44 @@ impl KeyLogs {
 // === impl KeyLog ===
 
 impl KeyLog {
-    /// A question was put for `count` keys from `from` on; for the `last` kept one of them, or for the leading ones.
+    /// Notes a question for `count` keys from `from` on: for the `last` kept one of them, or for the leading
+    /// ones.
     pub(super) fn note_question(&mut self, from: u32, count: u32, last: bool) {
         self.first_asked.get_or_insert(from as usize..from as usize + count as usize);
         self.asked_last |= last;
     }
 
-    /// Those of its keys that a question names.
+    /// Returns the keys of the log named by a question.
     pub(super) fn wanted(&self, question: Question) -> &[BlockHash] {
         self.some(question.from, question.count)
     }
 
-    /// Those of `count` keys from `from` on that it has.
+    /// Returns the keys of the log among `count` from `from` on.
     pub(super) fn some(&self, from: u32, count: u32) -> &[BlockHash] {
         let (from, count) = (from as usize, count as usize);
         self.keys.get(from..self.keys.len().min(from + count)).unwrap_or(&[])
     }
 
-    /// The keys that a question is about from this one of the log on; `None` where they end before it.
+    /// Returns the keys of a question from this one of the log on; `None` if they end before it.
     pub(super) fn wanted_from(&self, question: Question, key: u32) -> Option<&[BlockHash]> {
         let upto = (question.from as usize + question.count as usize).min(self.keys.len());
         self.keys[..upto].get(key as usize..)
     }
 
-    /// Whether this key is that of a prompt's tail.
+    /// True if this key is the key of a prompt's tail.
     pub(super) fn is_tail(&self, key: usize) -> bool {
         self.tail && key + 1 == self.keys.len()
     }
 
-    /// How many keys a question with so many hits lacks. A tail's key is none of them: a run without it is whole.
+    /// Returns the number of keys missing to a question with so many hits. The key of a tail does not count:
+    /// a run without it is whole.
     pub(super) fn missing(&self, question: Question, hits: u32) -> usize {
         let from = question.from as usize;
         let wanted = from + self.wanted(question).len();
         (from + hits as usize..wanted).filter(|key| !self.is_tail(*key)).count()
     }
 
-    /// Where the blocks of `count` keys from `from` on were found; nothing where none was brought.
+    /// Returns the sources of the blocks of `count` keys from `from` on; empty if none was brought.
     pub(super) fn sources(&self, from: u32, count: usize) -> Vec<Source> {
         if self.brought.is_empty() {
             return Vec::new();
@@ -198,12 +202,13 @@ impl KeyLog {
 // === impl QueryLease ===
 
 impl QueryLease {
-    /// Ends it; at worst it has expired meanwhile.
+    /// Ends the lease; at worst it has expired meanwhile.
     pub(super) fn release(self, session: SessionId, cx: &mut Context) {
         let _ = cx.dram.release(self.id, session);
     }
 
-    /// Of its slots, those of `count` hits from key `from` on.
+    /// Returns the slots of `count` hits from key `from` on, out of all its slots; `None` if it has not so
+    /// many.
     pub(super) fn part(&self, slots: &[SlotRef], from: u32, count: u32) -> Option<Vec<SlotRef>> {
         let first = from.checked_sub(self.from)? as usize;
         slots.get(first..first.checked_add(count as usize)?).map(<[SlotRef]>::to_vec)

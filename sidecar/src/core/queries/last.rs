@@ -10,7 +10,8 @@ use super::{Base, Binding, Context, Queries, Question};
 // === impl Question ===
 
 impl Question {
-    /// The question for one key, counted from the query's first one; without a key it asks for nothing.
+    /// Returns the question for one key, counted from the query's first one. Without a key it asks for
+    /// nothing.
     fn for_key(self, first: u32, key: Option<usize>) -> Self {
         match key {
             Some(key) => Self { from: first + key as u32, count: 1, ..self },
@@ -22,9 +23,10 @@ impl Question {
 // === impl Queries ===
 
 impl Queries {
-    /// The question for the last kept key, of a query for it; any other question is returned as it is.
+    /// Returns the question for the last kept key if the query asks for it, otherwise the question itself.
     ///
-    /// An engine in wait for another one asks for the last key first, kept or not: the other one is to produce it.
+    /// An engine waiting for another one asks for the last key first, kept or not: the other one is to
+    /// produce it.
     pub(super) fn narrow(&self, question: Question, binding: &Binding, base: &Base) -> Question {
         let Some(first) = question.first else { return question };
         let keys = self.named(question, first);
@@ -37,7 +39,7 @@ impl Queries {
         question.for_key(first, (0..keys.len()).rev().find(is_near))
     }
 
-    /// The question for the last key in memory before the one without a block.
+    /// Returns the question for the last key in memory before the key without a block.
     pub(super) fn narrow_below(&self, question: Question, binding: &Binding, cx: &Context) -> Question {
         let Some(first) = question.first else { return question };
         let keys = self.named(question, first);
@@ -45,14 +47,14 @@ impl Queries {
         question.for_key(first, in_memory(keys, binding, cx).iter().rposition(|kept| *kept))
     }
 
-    /// The keys from the query's first one up to the end of the question.
+    /// Returns the keys from the query's first one up to the end of the question.
     fn named(&self, question: Question, first: u32) -> &[BlockHash] {
         let log = self.log(question.session, question.log);
         log.some(first, question.from + question.count - first)
     }
 }
 
-/// Whether each key lies in memory.
+/// Returns true for each key in memory.
 fn in_memory(keys: &[BlockHash], binding: &Binding, cx: &Context) -> Vec<bool> {
     let mut kept = Vec::with_capacity(keys.len());
     cx.dram.lookup(binding.namespace, keys, &mut kept);

@@ -1,16 +1,19 @@
-//! Promises: an engine that computes prompts for others says which, long before it saves the first block.
+//! Promises: an engine that computes prompts for others promises each of them, long before it saves the first
+//! block.
 //!
-//! A promise lasts until its log is closed, and holds as long as its engine works. What is promised is waited for while it holds, as
-//! long as the engine that asks has said: so a prompt may wait its turn at the engine that computes it.
+//! A promise lasts until its log is closed, and holds as long as its engine works. A request waits for a
+//! promised prompt while the promise holds, up to the limit of the asking engine: so a prompt may wait its
+//! turn at the engine computing it.
 //!
-//! A promise is broken where such a wait ends without the promised block. Broken promises are counted by promiser ([`Credit`]): blocks of
-//! others make up for none. One request in each pause tries a promiser without credit. It waits as if nothing were promised once its
-//! run does not grow.
+//! A promise is broken if such a wait ends without the promised block. Broken promises are counted by
+//! promiser ([`Credit`]); blocks of other engines do not make up for them. In each pause one request tries a
+//! promiser without credit. Once its run stops growing, this request waits as if nothing were promised.
 //!
-//! Peers are told of each promise the last two keys that are known: the last may be that of a tail, which not everybody asks for. A key
-//! hangs on all before it, so who awaits a prompt that has one of them there awaits what is promised. What is told lasts longer than
-//! the promise: until the saves have ended that its engine had posted for others by then, as a peer cannot see a save. It ends behind
-//! the news of their blocks, so that who sees it end has seen all there is.
+//! Peers get the last two known keys of each promise: the last one may be the key of a tail, and not every
+//! engine asks for a tail. A key depends on all keys before it, so a prompt with one of these keys in its
+//! place is the promised one. A published promise outlasts the promise itself: it ends once all saves for
+//! others have ended that its engine had posted by then, because a peer cannot see a save. Its end is
+//! published behind the blocks of these saves, so that a peer sees the blocks first.
 
 use mesh::directory::Credit;
 use mesh::transport::PeerNumber;
@@ -19,25 +22,27 @@ use shm_protocol::key::{BlockHash, BlockKey};
 use super::{Action, Base, Context, Queries, Question, SessionId};
 use crate::core::engines::Scheduler;
 
-/// Prompts that an engine may have promised at once: as many as another one may await.
+/// Limit of prompts promised by an engine at once: as many as another engine may await.
 const PROMPTS_MAX: usize = 64;
-/// Keys of an engine's closed logs that are told: those of as many promises. Its saves may never begin, and what is told is looked at
-/// again and again, here and by every peer.
+/// Limit of published keys of an engine's closed logs: those of as many promises. Its saves may never begin,
+/// and published keys are searched again and again, here and at every peer.
 const ENDING_MAX: usize = 2 * PROMPTS_MAX;
-/// An engine of which nothing was seen for so long keeps no promise. A step that is longer is not worth waiting for.
+/// Milliseconds without a sign of an engine, after which its promises do not hold. A longer step is not worth
+/// a wait.
 const WORKED_MS: u64 = 5000;
 
-/// What of all promises is not in the logs.
+/// The state of all promises outside the logs.
 #[derive(Debug, Default)]
 pub(super) struct Promises {
-    /// They may be others than peers were told last.
+    /// True if they may differ from those published last.
     may_differ: bool,
-    /// Keys of closed logs that peers are still told: each with its scheduler, and the operation of that scheduler's newest save for
-    /// another engine when the log was closed. A key is told until all such saves up to that operation have ended.
+    /// Published keys of closed logs: each with its scheduler, and the operation of the scheduler's newest
+    /// save for another engine when the log was closed. A key is published until all such saves up to this
+    /// operation have ended.
     ending: Vec<(BlockKey, SessionId, u64)>,
 }
 
-/// The source of promised prompts.
+/// The source of a promised prompt.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 enum Promiser {
     Engine(SessionId),
@@ -50,14 +55,14 @@ pub(super) struct Promise {
     /// The place of its key in the waiting request's log.
     end: u32,
     by: Vec<Promiser>,
-    /// Whether one of these keeps its promises, as far as is known.
+    /// True if one of the promisers keeps its promises, as far as is known.
     pub(super) is_believed: bool,
 }
 
 // === impl Promise ===
 
 impl Promise {
-    /// Whether one of its promisers has made the other, too.
+    /// True if both promises have a common promiser.
     pub(super) fn shares_promiser(&self, other: &Self) -> bool {
         self.by.iter().any(|one| other.by.contains(one))
     }
@@ -66,7 +71,7 @@ impl Promise {
 // === impl Promises ===
 
 impl Promises {
-    /// Leaves of an ended log's keys so many of this session, the newest.
+    /// Forgets the oldest keys of a session's closed logs beyond [`ENDING_MAX`].
     fn forget_oldest(&mut self, session: SessionId) {
         let of_session = |(_, other, _): &&(BlockKey, SessionId, u64)| *other == session;
         let mut over = self.ending.iter().filter(of_session).count().saturating_sub(ENDING_MAX);
@@ -81,7 +86,8 @@ impl Promises {
 // === impl Queries ===
 
 impl Queries {
-    /// A session's engine computes the keys of this log for another one.
+    /// Notes the promise of a session's engine to compute the keys of this log for another engine. Without
+    /// effect beyond [`PROMPTS_MAX`].
     pub(crate) fn note_promise(&mut self, session: SessionId, log: u32, cx: &mut Context) {
         self.promises_may_differ();
         let promised = &mut self.logs(session).promised;
@@ -96,7 +102,7 @@ impl Queries {
         cx.stats.handover_promises += 1;
     }
 
-    /// A log is about to be closed: its promise, if it has one, is over.
+    /// Ends the promise of a log about to be closed, if it has one.
     pub(super) fn end_promise(
         &mut self,
         session: SessionId,
@@ -120,13 +126,13 @@ impl Queries {
         self.promises_may_differ();
     }
 
-    /// Peers are to be told what is promised, if that is something else by now.
+    /// Notes a possible change of the promises: peers may have to be told.
     pub(crate) fn promises_may_differ(&mut self) {
         self.promises.may_differ = true;
     }
 
-    /// Tells peers what is promised, if that is something else by now. `hands_over`: whether a scheduler's saves for others, up to
-    /// this one, have not all ended.
+    /// Publishes the promises to peers, if they have changed. `hands_over`: true if a scheduler's saves for
+    /// others, up to this operation, have not all ended.
     pub(crate) fn tell_promises(&mut self, hands_over: impl Fn(SessionId, u64) -> bool, base: &mut Base) {
         let Base { engines, sources, cx } = base;
         let Some(mesh) = sources.mesh_mut() else { return };
@@ -145,8 +151,8 @@ impl Queries {
         mesh.tell_promises(keys, cx);
     }
 
-    /// The promise of the block behind a question's run, by other engines here or by peers. A block's key hangs on all before it, so a log
-    /// of the same prompt has it at the same place.
+    /// Returns the promise of the block behind a question's run, by other engines here or by peers. A block's
+    /// key depends on all keys before it, so any log of the same prompt has it at the same place.
     pub(super) fn promise_of_next(&self, question: Question, base: &Base) -> Option<Promise> {
         let log = self.log(question.session, question.log);
         let end = log.window.as_ref()?.end;
@@ -165,10 +171,10 @@ impl Queries {
         (!by.is_empty()).then_some(Promise { end, by, is_believed })
     }
 
-    /// Whether a request may try one of these promisers without credit.
+    /// True if a request may try one of these promisers without credit.
     pub(super) fn begin_trial(&mut self, promise: &Promise, base: &mut Base) -> bool {
         let now_ms = base.cx.now_ms;
-        // Each of them has begun its next pause then.
+        // Every promiser must begin its next pause, so all are asked.
         let tried = promise
             .by
             .iter()
@@ -176,11 +182,12 @@ impl Queries {
         tried.count() > 0
     }
 
-    /// A wait has ended with the blocks of its log before `end`, `whole` or not: counts the promise seen last.
+    /// Judges the last promise seen by a wait: the wait ended with the blocks of its log before `end`,
+    /// `whole` or not.
     pub(super) fn judge_promise(&mut self, promise: &Promise, (end, whole): (u32, bool), base: &mut Base) {
         let now_ms = base.cx.now_ms;
         if whole || promise.end < end {
-            // Several have no credit for one block.
+            // Several promisers get no credit for one block.
             if let [one] = promise.by[..]
                 && let Some(credit) = self.credit_mut(one, base)
             {
@@ -212,7 +219,7 @@ impl Queries {
     }
 }
 
-/// A line for the log: requests wait for this promiser no longer.
+/// Returns a line for the log: requests no longer wait for this promiser.
 fn distrust(promiser: Promiser, base: &Base) -> String {
     let who = match promiser {
         Promiser::Engine(session) => format!("engine {}", base.engines[session].engine),
@@ -227,12 +234,12 @@ fn distrust(promiser: Promiser, base: &Base) -> String {
     )
 }
 
-/// Whether an engine was seen to work of late: else it keeps no promise.
+/// True if an engine was seen to work of late: otherwise its promises do not hold.
 fn works(engine: &Scheduler, cx: &Context) -> bool {
     cx.now_ms < engine.worked_ms + WORKED_MS
 }
 
-/// Of a promised log's keys, those that peers are told.
+/// Returns the published keys of a promised log.
 fn lasts(keys: &[BlockHash]) -> &[BlockHash] {
     &keys[keys.len().saturating_sub(2)..]
 }

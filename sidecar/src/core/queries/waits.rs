@@ -1,4 +1,4 @@
-//! Queries that wait for blocks that are on their way.
+//! Queries waiting for blocks on their way.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -17,7 +17,7 @@ use crate::system::clock::millis;
 pub(super) struct Wait {
     pub(super) question: Question,
     pub(super) since: Duration,
-    /// Blocks of the query that must not be evicted before they are leased or loaded.
+    /// Held blocks of the query: they must not be evicted before they are leased or loaded.
     pub(super) held: Vec<SlotRef>,
     pub(super) phase: WaitPhase,
 }
@@ -28,29 +28,29 @@ pub(super) struct Wait {
 /// takes it from `ForBlocks` to `Answered`, and no answer follows.
 #[derive(Debug)]
 pub(super) enum WaitPhase {
-    /// Nothing is on its way. The wait ends with its window, and a promise may extend this one.
+    /// Nothing is on its way. The wait ends with its window; a promise may extend the window.
     ForProducer,
     ForBlocks {
-        /// Blocks on their way; none: its sources work for others, and the question is put again.
+        /// Number of blocks on their way; 0: their sources work for others, and the question is asked again.
         open: usize,
-        /// The run reaches to the end of what was asked for.
+        /// True if the run reaches the end of the question.
         whole: bool,
         rest: Rest,
     },
-    /// The query was told the slots of its hits early. Those here are held until then.
+    /// The slots of the query's hits were named early. Blocks already here are held until then.
     Answered { slots: Vec<SlotRef>, until_ms: u64 },
 }
 
 /// The rest of a run, for the rule of its wait.
 #[derive(Debug, Default)]
 pub(super) struct Rest {
-    /// The debts of the sources.
+    /// The bytes due from its sources.
     owed: BTreeMap<SourceLane, Owed>,
-    /// Blocks to be sent for later: more are not brought at once.
+    /// Number of blocks to be requested later: more are not brought at once.
     beyond: u32,
     /// The end of the run among the keys of the log.
     end: u32,
-    /// One has come.
+    /// True once a block has come.
     came: bool,
 }
 
@@ -70,7 +70,7 @@ const EARLY_MS_MAX: f64 = WAIT_MS_MAX as f64 / 2.0;
 // === impl Wait ===
 
 impl Wait {
-    /// When it ends at the latest; none: with its window, which a promise may extend, or as its blocks come.
+    /// Returns the latest end of the wait; `None`: it ends with its window, or as its blocks come.
     fn until_ms(&self) -> Option<u64> {
         match self.phase {
             WaitPhase::Answered { until_ms, .. } => Some(until_ms),
@@ -84,7 +84,7 @@ impl Wait {
         }
     }
 
-    /// The outlook for its blocks; none: it waits for something else.
+    /// Returns the outlook for its blocks; `None`: it waits for something else.
     fn outlook(&self, base: &Base) -> Option<Outlook> {
         let WaitPhase::ForBlocks { open, rest, .. } = &self.phase else { return None };
         let (Question { session, from, first, .. }, now_ms) = (self.question, base.cx.now_ms);
@@ -109,7 +109,7 @@ impl Wait {
         })
     }
 
-    /// Why a wait for blocks is over, if it is. Promised blocks have another rule.
+    /// Returns the reason to end a wait for blocks, if there is one. Promised blocks have another rule.
     fn over(&self, base: &Base) -> Option<Over> {
         let outlook = self.outlook(base).filter(|_| !self.question.awaits)?;
         outlook.over(base.engines[self.question.session].load_wait)
@@ -132,7 +132,7 @@ impl Question {
         millis(self.asked)
     }
 
-    /// Counts the time from when it was asked until now as one of waiting.
+    /// Counts the time since the question as time of a wait.
     pub(super) fn count_wait(&self, cx: &mut Context) {
         cx.stats.wait_ms += cx.now_ms.saturating_sub(self.asked_ms());
     }
@@ -145,18 +145,19 @@ impl Question {
 // === impl Queries ===
 
 impl Queries {
-    /// Whether this query waits.
+    /// True if this query waits.
     pub(crate) fn waits(&self, session: SessionId, log: u32, op: u64) -> bool {
         self.waits.get(&(session, log)).is_some_and(|wait| wait.question.op == op)
     }
 
-    /// A query waits from now on.
+    /// Lets a query wait from now on.
     pub(super) fn wait(&mut self, wait: Wait) {
         let before = self.waits.insert((wait.question.session, wait.question.log), wait);
         assert!(before.is_none(), "a new question ends the wait of the one before");
     }
 
-    /// Begins to bring what follows a question's leased `hits` into DRAM; whether the question has to wait.
+    /// Begins to bring the blocks behind a question's leased `hits` into DRAM. Returns whether the question
+    /// waits for them.
     pub(super) fn send_for(
         &mut self,
         question: Question,
@@ -166,7 +167,7 @@ impl Queries {
     ) -> Sent {
         let rest = &self.wanted(question)[hits as usize..];
         let asked = rest.len();
-        // A run in turns leaves half of the room to others.
+        // A run brought in parts leaves half of the room to others.
         let judged = self.is_judged(question, base);
         let parts = if judged { 2 } else { 1 };
         let brought = base.sources.bring(binding, rest, parts, question.awaits, &mut base.cx);
@@ -190,12 +191,12 @@ impl Queries {
         sent
     }
 
-    /// Whether the rate of a question's engine is known. Promised blocks are not judged by it.
+    /// True if the rate of a question's engine is known. Promised blocks are not judged by it.
     fn is_judged(&self, question: Question, base: &Base) -> bool {
         !question.awaits && base.engines.compute_ms(question.session, 0..1).is_some()
     }
 
-    /// Waits for a source at work for others: the question is put again with each tick.
+    /// Waits for a source at work for others: the question is asked again with each tick.
     fn wait_for_turn(&mut self, question: Question, hits: u32, binding: &Binding, base: &mut Base) -> Sent {
         let behind = &self.wanted(question)[hits as usize..];
         let Some(lane) = base.sources.lane(binding, behind, &base.cx) else { return Sent::Nothing };
@@ -204,7 +205,8 @@ impl Queries {
         self.wait_if_worth(question, (Vec::new(), 0, false), rest, base)
     }
 
-    /// Lets a question wait: with its held blocks, the number of blocks on their way, and whether no more are asked for.
+    /// Lets a question wait with its held blocks, the number of blocks on their way, and true if these
+    /// complete its run.
     fn wait_if_worth(
         &mut self,
         question: Question,
@@ -223,7 +225,8 @@ impl Queries {
         Sent::Waits
     }
 
-    /// The rest of a question's run behind so many blocks, which are here or on their way.
+    /// Returns the rest of a question's run behind its first `reached` blocks, which are here or on their
+    /// way.
     fn rest_of_run(
         &self,
         question: Question,
@@ -237,20 +240,21 @@ impl Queries {
         Rest { owed, beyond, end: question.from + reached + beyond, came: false }
     }
 
-    /// Whether a wait goes on behind its ended blocks.
+    /// True if a wait goes on after the end of its requested blocks.
     pub(super) fn goes_on(&self, place: (SessionId, u32)) -> bool {
         let phase = self.waits.get(&place).map(|wait| &wait.phase);
         matches!(phase, Some(WaitPhase::ForBlocks { rest: Rest { beyond: 1.., came: true, .. }, .. }))
     }
 
-    /// Whether the whole rest is on its way, and comes within a load's wait for it. True of engines of unknown rate, and of promised blocks.
+    /// True if the whole rest is on its way and comes within a load's wait for it. Always true for engines of
+    /// unknown rate, and for promised blocks.
     pub(super) fn ends_soon(&self, wait: &Wait, base: &Base) -> bool {
         let WaitPhase::ForBlocks { rest, .. } = &wait.phase else { return false };
         let outlook = wait.outlook(base).filter(|it| it.compute_ms.is_some() && !wait.question.awaits);
         outlook.is_none_or(|it| rest.beyond == 0 && it.load_ms.is_some_and(|ms| ms <= EARLY_MS_MAX))
     }
 
-    /// A block that a query waits for has ended, well if it is `ended`.
+    /// Handles the end of a block awaited by a query. `None`: the block is late or not kept.
     pub(crate) fn tell(
         &mut self,
         place: (SessionId, u32),
@@ -272,7 +276,7 @@ impl Queries {
         }
     }
 
-    /// Answers the queries that have waited long enough with what is there, and lets go of early answers that nobody used.
+    /// Answers the queries that have waited long enough with the blocks here, and ends unused early answers.
     pub(crate) fn end_due_waits(&mut self, base: &mut Base) {
         let over = |wait: &Wait| match wait.until_ms() {
             Some(until_ms) => (base.cx.now_ms >= until_ms).then_some(Over::Late),
@@ -295,7 +299,7 @@ impl Queries {
         turns.into_iter().for_each(|place| self.ask_again(place, base));
     }
 
-    /// Renews the leases of queries in wait for blocks: the found blocks stay while the rest comes.
+    /// Renews the leases of queries waiting for blocks: the found blocks stay while the rest comes.
     fn renew_leases(&self, cx: &mut Context) {
         let comes = |wait: &Wait| matches!(wait.phase, WaitPhase::ForBlocks { .. }) && !wait.question.awaits;
         for ((session, number), _) in self.waits.iter().filter(|(_, wait)| comes(wait)) {
@@ -306,27 +310,27 @@ impl Queries {
         }
     }
 
-    /// Answers every query that waits, with what is there: nobody waits for a sidecar that ends.
+    /// Answers every waiting query with the blocks here: no engine waits for a sidecar about to end.
     pub(crate) fn answer_waits(&mut self, base: &mut Base) {
         let waiting = self.waits.iter().filter(|(_, wait)| !wait.is_answered());
         let places: Vec<_> = waiting.map(|(place, _)| *place).collect();
         places.into_iter().for_each(|place| self.answer_wait(place, base));
     }
 
-    /// Ends a wait; its question, and what is held for it.
+    /// Ends a wait. Returns its question, and its held blocks.
     fn take_wait(&mut self, place: (SessionId, u32), cx: &mut Context) -> (Question, Vec<SlotRef>) {
         let wait = self.waits.remove(&place).expect("the caller found it");
         cx.took(wait.timed(), wait.since);
         (wait.question, wait.held)
     }
 
-    /// Puts a waiting query's question again.
+    /// Asks a waiting query's question again.
     pub(super) fn ask_again(&mut self, place: (SessionId, u32), base: &mut Base) {
         let (question, held) = self.take_wait(place, &mut base.cx);
         if !self.ask(question, base) {
             question.count_wait(&mut base.cx);
         }
-        // Leased by now, those that are.
+        // The blocks of an answer are leased by now.
         self.unhold(place.0, held, &mut base.cx);
     }
 
@@ -334,7 +338,7 @@ impl Queries {
         let (question, held) = self.take_wait(place, &mut base.cx);
         question.count_wait(&mut base.cx);
         self.answer_late(question, base);
-        // Leased by now, those that are.
+        // The blocks of the answer are leased by now.
         self.unhold(place.0, held, &mut base.cx);
     }
 
@@ -344,13 +348,13 @@ impl Queries {
         held.into_iter().for_each(|slot| cx.dram.unhold(slot, holder));
     }
 
-    /// A log's query is not waited for any more, if there is one.
+    /// Ends the wait of a log's query, if there is one.
     pub(super) fn end_wait(&mut self, session: SessionId, log: u32, cx: &mut Context) {
         let wait = self.waits.remove(&(session, log));
         wait.into_iter().for_each(|wait| self.unhold(session, wait.held, cx));
     }
 
-    /// No query of a session is.
+    /// Ends the waits of all queries of a session.
     pub(super) fn end_waits(&mut self, session: SessionId, cx: &mut Context) {
         let of_session = self.waits.range((session, 0)..=(session, u32::MAX));
         let logs: Vec<u32> = of_session.map(|((_, log), _)| *log).collect();

@@ -1,18 +1,21 @@
-//! Waiting for a producer: where prompts are computed by another pod, a block that is missing may be on its way.
+//! Waits for a producer: if prompts are computed by another pod, a missing block may be on its way.
 //!
-//! The first question of a request opens its window, if its engine asked for one and there are peers. As long as the window is
-//! open, a question whose run ends early is not answered; it is asked again when the next block of the run can be had here, from
-//! a disk or from a peer. The window ends when the run has not grown for its length, and at the latest [`QUERY_WAIT_MS_MAX`]
-//! after that first question; then the question is answered with what is there, and the request waits no more.
+//! The first question of a request opens its window, if its engine asked for one and there are peers. While
+//! the window is open, a question with an incomplete run is not answered. It is asked again when the next
+//! block of the run can be had here, from a disk or from a peer. The window ends when the run has not grown
+//! for its length, and at the latest [`QUERY_WAIT_MS_MAX`] after that first question. Then the question is
+//! answered with the blocks here, and the request no longer waits.
 //!
-//! An engine of which three windows in a row ended so, with not one block from a peer in between, most likely has no producer:
-//! its requests do not wait, until a peer has given a block to anyone. A window with a promise counts against the promiser instead.
+//! If three windows of an engine in a row ended so, with not one block from a peer in between, it most likely
+//! has no producer: its requests do not wait until a peer has given a block to any engine. A window with a
+//! promise counts against the promiser instead.
 //!
-//! A question that awaits what another engine computes has a window of its own, where there are peers or another engine of its
-//! namespace is here. It is asked again when a save takes a slot for the next block of its run. What another engine saves in its
-//! namespace shows that there is a producer. What another engine has promised extends the window, wherever it is. The window ends
-//! at once where the last other engine has gone, or a promise has ended and nothing of it is being saved or known of a peer. It also
-//! ends where the next block of the run was computed by another engine and is not kept.
+//! A question for blocks of another engine (`awaits`) has a window of its own, if there are peers or another
+//! engine of its namespace is here. It is asked again when a save takes a slot for the next block of its run.
+//! A save of another engine in the namespace shows that there is a producer. A promise of another engine
+//! extends the window, here or at a peer. The window ends at once if the last other engine has gone, or if a
+//! promise has ended and nothing of it is being saved or known of a peer. It also ends if another engine
+//! computed the next block of the run, and it is not kept.
 
 use shm_protocol::key::BlockHash;
 use shm_protocol::layout::QUERY_WAIT_MS_MAX;
@@ -23,21 +26,23 @@ use super::{Action, Base, Binding, Context, Queries, Question, SessionId};
 use crate::core::engines::{Engines, Waits};
 use crate::core::peers::PeersStats;
 
-/// How often a question is asked again at most. A look costs a search for one block here and in what is known of each peer,
-/// some microseconds; a producer's blocks come by the step, every 10 ms at best, and are told of by the batch.
+/// Milliseconds between two looks for the blocks of a question, at least. A look costs a search for one block
+/// here and in the inventories of peers, some microseconds. A producer's blocks come by the step, every 10 ms
+/// at best, and are announced in batches.
 const LOOK_MS: u64 = 20;
-/// Windows in a row that end without the blocks, after which an engine's requests do not wait.
+/// Windows in a row without their blocks, after which an engine's requests do not wait.
 const EXHAUSTED_MAX: u32 = 3;
-/// Questions of an engine that await at once. Beyond that there is more to compute than its producers do.
+/// Limit of an engine's questions waiting for other engines at once. More prompts are more than its producers
+/// compute in time.
 const QUESTIONS_MAX: usize = 64;
-/// Of exhausted windows the log tells this often at most.
+/// Milliseconds between two lines of the log about exhausted windows, at least.
 const QUIET_MS: u64 = 10_000;
 
-/// What an engine thinks of waiting.
+/// An engine's readiness to wait.
 #[derive(Debug)]
 pub(super) struct Patience {
     waits: Waits,
-    /// Windows in a row that were exhausted.
+    /// Exhausted windows in a row.
     exhausted: u32,
 }
 
@@ -47,29 +52,29 @@ pub(super) struct Window {
     asked_ms: u64,
     length_ms: u64,
     until_ms: u64,
-    /// The longest that it may be open.
+    /// The longest time it may be open.
     most_ms: u64,
-    /// The key at which the run ends.
+    /// The key at the end of the run.
     pub(super) end: u32,
-    /// Whether a question had nothing else to wait for.
+    /// True if a question had nothing else to wait for.
     waited: bool,
-    /// The last promise to its question.
+    /// The last promise seen by its question.
     promise: Option<Promise>,
-    /// Nothing is looked for before.
+    /// The earliest time of the next look for blocks.
     look_ms: u64,
-    /// How long nothing is, after blocks that were said to be there and were not: it doubles.
+    /// The pause of looks after requested blocks did not come: it doubles.
     pause_ms: u64,
 }
 
-/// What all windows share.
+/// The common state of all windows.
 #[derive(Debug, Default)]
 pub(super) struct Windows {
-    /// When a question is to be asked again.
+    /// The time of the next look at waiting questions.
     next_look_ms: Option<u64>,
     quiet_until_ms: u64,
-    /// Windows exhausted that the log has not been told of.
+    /// Exhausted windows since the last line of the log about them.
     untold: u64,
-    /// Requests that waited for a producer, and those whose blocks did not come.
+    /// Requests that waited for a producer, and those without their blocks at the end.
     waits: u64,
     exhausted: u64,
 }
@@ -81,7 +86,7 @@ impl Patience {
         Self { waits, exhausted: 0 }
     }
 
-    /// A peer has given a block.
+    /// Lets the engine's requests wait again: a producer has given a block.
     pub(super) fn restore(&mut self) {
         self.exhausted = 0;
     }
@@ -101,22 +106,22 @@ impl Window {
         Self { asked_ms: now_ms, length_ms, until_ms, most_ms, end, waited, promise, look_ms, pause_ms }
     }
 
-    /// It ends its length after now, if it may be open for so long.
+    /// Extends the window to its length from now, up to its longest time.
     fn renew(&mut self, now_ms: u64) {
         self.until_ms = (now_ms + self.length_ms).min(self.asked_ms + self.most_ms);
     }
 
-    /// What its question waits for is promised: it may be open for so long.
+    /// Notes a promise of the awaited block: the window may be open for so long.
     fn note_promise(&mut self, promise: Promise, most_ms: u64) {
         (self.promise, self.most_ms) = (Some(promise), most_ms);
     }
 
-    /// Whether its question has waited for a promise of the same promiser.
+    /// True if its question has waited for a promise of the same promiser.
     fn knows(&self, promise: &Promise) -> bool {
         self.promise.as_ref().is_some_and(|known| known.shares_promiser(promise))
     }
 
-    /// The run ends here now.
+    /// Notes the present end of the run.
     fn see(&mut self, now_ms: u64, end: u32) {
         if end > self.end {
             self.renew(now_ms);
@@ -125,13 +130,14 @@ impl Window {
         self.end = end;
     }
 
-    /// What was sent for has ended; if the run has not grown by it, the same would be sent for again.
+    /// Pauses the looks after the end of requested blocks: if the run has not grown, the same blocks would be
+    /// requested again.
     fn pause(&mut self, now_ms: u64) {
         self.look_ms = now_ms + self.pause_ms;
         self.pause_ms *= 2;
     }
 
-    /// There is nothing to send for now; when to look again.
+    /// Returns the time of the next look, with nothing to request now.
     fn idle(&mut self, now_ms: u64) -> u64 {
         self.look_ms = self.look_ms.max(now_ms + LOOK_MS);
         self.look_ms.min(self.until_ms)
@@ -141,7 +147,7 @@ impl Window {
 // === impl Windows ===
 
 impl Windows {
-    /// A question is to be asked again by then.
+    /// Notes a time by which a question is to be looked at.
     fn look_at(&mut self, at_ms: u64) {
         self.next_look_ms = Some(self.next_look_ms.map_or(at_ms, |next| next.min(at_ms)));
     }
@@ -154,7 +160,8 @@ impl Queries {
         self.windows.next_look_ms
     }
 
-    /// A question's run has so many hits; the first of a request opens its window, if it `may_wait`. Whether more may be sent for now.
+    /// Notes the hits of a question's run. The first question of a request opens its window, if it
+    /// `may_wait`. True if blocks may be requested now.
     pub(super) fn see_run(
         &mut self,
         question: Question,
@@ -174,7 +181,7 @@ impl Queries {
         cx.now_ms >= window.look_ms
     }
 
-    /// How long the window of a new question is; 0: it has none.
+    /// Returns the length of a new question's window; 0: it has none.
     fn window_ms(&self, question: Question, may_wait: bool, cx: &mut Context) -> u64 {
         let patience = &self.askers[&question.session].patience;
         let lost = patience.is_lost() || !may_wait;
@@ -190,12 +197,12 @@ impl Queries {
         if lost || too_many { 0 } else { patience.waits.promise }
     }
 
-    /// Whether another engine here may compute what a question awaits: it keeps to the same namespace.
+    /// True if another engine here may compute the awaited blocks: it is bound to the same namespace.
     pub(super) fn has_producer(&self, question: Question, binding: &Binding, engines: &Engines) -> bool {
         self.others(question.session, binding.namespace, engines).next().is_some()
     }
 
-    /// Lets a question wait for a producer, if its window is open.
+    /// Lets a question wait for a producer, if its window is open and a wait may help. True if it waits.
     pub(super) fn wait_for_producer(&mut self, question: Question, base: &mut Base) -> bool {
         let now_ms = base.cx.now_ms;
         if self.window(question).is_none_or(|window| now_ms >= window.until_ms) {
@@ -219,7 +226,7 @@ impl Queries {
         true
     }
 
-    /// Whether a question may wait for a promise.
+    /// True if a question may wait for a promise.
     fn trusts(&mut self, question: Question, promise: &Promise, base: &mut Base) -> bool {
         promise.is_believed
             || self.window(question).is_some_and(|window| window.knows(promise))
@@ -233,7 +240,7 @@ impl Queries {
         }
     }
 
-    /// Asks the questions again that wait for a producer, where there is more to be had or their window is over.
+    /// Asks questions waiting for a producer again, if there is more to be had or their window is over.
     pub(crate) fn look_again(&mut self, base: &mut Base) {
         let now_ms = base.cx.now_ms;
         if self.windows.next_look_ms.take_if(|at| *at <= now_ms).is_none() {
@@ -242,7 +249,7 @@ impl Queries {
         for question in self.idle() {
             let Some(window) = self.window(question) else { continue };
             let (due, looks) = (now_ms >= window.until_ms, now_ms >= window.look_ms);
-            // A promise that was seen matters again when the window is due.
+            // A known promise matters again when the window is due.
             let decides = question.awaits && (due || window.promise.is_none());
             let promise = decides.then(|| self.promise_of_next(question, base)).flatten();
             let promise = promise.filter(|promise| promise.is_believed);
@@ -261,34 +268,35 @@ impl Queries {
         }
     }
 
-    /// The keys of a question that its window does not reach, one at least, and the binding of the engine that asks.
+    /// Returns the keys of a question behind its window's run, one at least, and the binding of its engine.
     fn missing(&self, question: Question, base: &Base) -> Option<(Binding, &[BlockHash])> {
         let log = self.log(question.session, question.log);
         let missing = log.wanted_from(question, log.window.as_ref()?.end);
         base.engines[question.session].binding().zip(missing.filter(|missing| !missing.is_empty()))
     }
 
-    /// Whether the next block can be had.
+    /// True if the next block can be had.
     fn next_is_here(&self, question: Question, base: &mut Base) -> bool {
         let Some((binding, missing)) = self.missing(question, base) else { return true };
         base.cx.dram.probe(binding.namespace, &missing[..1]) > 0
             || base.sources.may_arrive(&binding, missing, question.awaits, &base.cx)
     }
 
-    /// Whether a question's run lacks a prompt's tail alone: not every engine produces it, so it is waited for where it is promised.
+    /// True if a question's run lacks only a prompt's tail: not every engine produces it, so only a promised
+    /// one is waited for.
     fn is_at_tail(&self, question: Question) -> bool {
         let log = self.log(question.session, question.log);
         log.window.as_ref().is_some_and(|window| log.is_tail(window.end as usize))
     }
 
-    /// Whether another engine has computed the next block, and it is not kept.
+    /// True if another engine has computed the next block, and it is not kept.
     fn next_is_lost(&self, question: Question, base: &Base) -> bool {
         self.missing(question, base)
             .is_some_and(|(binding, missing)| base.cx.lost.has(&binding.key(&missing[0])))
     }
 
-    /// Whether nobody is to produce the next block, which is not promised: it was computed and is not kept, or was promised by a peer
-    /// that knows of no such promise any more and told of no such block before that.
+    /// True if the next block, without a promise now, will not come. Either it was computed and is not kept;
+    /// or its promise has ended, no engine here may compute it, and no source has it.
     fn is_in_vain(&self, question: Question, base: &Base) -> bool {
         if self.next_is_lost(question, base) {
             return true;
@@ -306,7 +314,7 @@ impl Queries {
             .is_some_and(|window| window.promise.is_some())
     }
 
-    /// Saves have taken slots: asks the questions again that wait for what they bring.
+    /// Handles new slots of saves: asks the questions waiting for these blocks again.
     pub(crate) fn look_at_saves(&mut self, base: &mut Base) {
         for question in self.idle().into_iter().filter(|question| question.awaits) {
             if self.next_is_here(question, base) {
@@ -317,8 +325,9 @@ impl Queries {
         }
     }
 
-    /// An engine, a promise, a peer's too, or a save for another engine has ended: who awaits what is not to come by now is answered. What
-    /// some engines, by their sessions, are saving for others is to come.
+    /// Handles the end of an engine, of a promise (a peer's promise, too) or of a save for another engine:
+    /// answers questions for blocks that will not come. `hands_over`: true for a session with unended saves
+    /// for others, whose blocks will come.
     pub(crate) fn end_vain_waits(&mut self, hands_over: impl Fn(SessionId) -> bool, base: &mut Base) {
         for question in self.idle().into_iter().filter(|question| question.awaits) {
             let Some(binding) = base.engines[question.session].binding() else { continue };
@@ -341,19 +350,19 @@ impl Queries {
             self.window(question).into_iter().for_each(|window| window.until_ms = now_ms);
             self.ask_again((question.session, question.log), base);
             if others.is_empty() {
-                // That an engine has gone says nothing of the next one.
+                // The end of an engine says nothing about the next one.
                 self.asker(question.session).patience.restore();
             }
         }
     }
 
-    /// Questions that wait for a producer.
+    /// Returns the questions waiting for a producer.
     fn idle(&self) -> Vec<Question> {
         let idle = self.waits.values().filter(|wait| matches!(wait.phase, WaitPhase::ForProducer));
         idle.map(|wait| wait.question).collect()
     }
 
-    /// All that a waiting query sent for has ended. It is asked again as long as its window is open.
+    /// Handles the end of all blocks requested for a query. It is asked again as long as its window is open.
     pub(super) fn all_ended(&mut self, place: (SessionId, u32), base: &mut Base) {
         let goes_on = self.goes_on(place);
         match self.askers.get_mut(&place.0).and_then(|asker| asker.logs.window(place.1)) {
@@ -366,7 +375,7 @@ impl Queries {
         }
     }
 
-    /// A question is answered with so many hits: its request waits no more.
+    /// Closes the window of a question answered with so many hits: its request no longer waits.
     pub(super) fn end_window(&mut self, question: Question, hits: u32, base: &mut Base) {
         let now_ms = base.cx.now_ms;
         let log = self.asker(question.session).logs.known_mut(question.log);
@@ -379,7 +388,7 @@ impl Queries {
         if missing == 0 {
             return patience.restore();
         }
-        // A broken promise is counted by promiser.
+        // A broken promise counts against its promiser.
         patience.exhausted += u32::from(window.promise.is_none());
         let trips = window.promise.is_none() && patience.exhausted == EXHAUSTED_MAX;
         let cx = &mut base.cx;
@@ -402,18 +411,18 @@ impl Queries {
         }
     }
 
-    /// A peer has given a block: requests of all engines may wait again.
+    /// Lets requests of all engines wait again: a peer has given a block.
     pub(crate) fn restore_patience(&mut self) {
         self.askers.values_mut().for_each(|asker| asker.patience.restore());
     }
 
-    /// An engine has saved blocks of a namespace: requests of the others there may wait again.
+    /// Lets requests of the other engines of a namespace wait again: an engine has saved blocks of it.
     pub(crate) fn restore_patience_beside(&mut self, namespace: u32, saver: SessionId, engines: &Engines) {
         let others: Vec<SessionId> = self.others(saver, namespace, engines).collect();
         others.into_iter().for_each(|session| self.asker(session).patience.restore());
     }
 
-    /// The mesh's figures with those of the windows.
+    /// Returns the mesh's figures with those of the windows.
     pub(crate) fn count_waits(&self, stats: PeersStats) -> PeersStats {
         let lost = self.askers.values().filter(|asker| asker.patience.is_lost());
         PeersStats {
@@ -429,7 +438,7 @@ impl Queries {
     }
 }
 
-/// What made a request wait, and what to look at where that was in vain.
+/// The cause of a request's wait, and the advice after a wait without its blocks.
 const MISSED: (&str, &str) = (
     "pillion.miss_wait_ms",
     "Check that the pod that computes its prompts is in this mesh and has the same namespace",

@@ -1,4 +1,5 @@
-//! The rules of the SSD tier's flow, against the real tiers; devices are lists of jobs that the test ends.
+//! The rules of the SSD tier in the core, against the real tiers. A list of jobs, ended by the test, stands
+//! for the devices.
 
 mod states;
 mod worth;
@@ -48,7 +49,7 @@ fn core(admission: SsdAdmission) -> Core {
 impl Scene {
     fn new(admission: SsdAdmission) -> Self {
         let mut scene = Self::with(admission, Vec::new());
-        // The first block finds no segment begun, waits until one is, and is written; no test counts it.
+        // The first block finds no segment begun, waits for one, and is written; no test counts it.
         scene.save(5000..5001);
         scene.save(5000..5001);
         assert!(!scene.transfers() && scene.engine.core.busy());
@@ -57,7 +58,7 @@ impl Scene {
         scene
     }
 
-    /// The same with blocks that an earlier life left on the device.
+    /// The same with blocks of an earlier life on the device.
     fn with(admission: SsdAdmission, blocks: Vec<(u32, Label)>) -> Self {
         let engine = Harness::over(core(admission), 1, BLOCK_BYTES);
         let mut scene = Self { engine, jobs: VecDeque::new(), op: 0, refs: BTreeMap::new() };
@@ -100,7 +101,7 @@ impl Scene {
         self.op
     }
 
-    /// Saves `keys` under a log that is closed again; the writes that follow are the caller's.
+    /// Saves `keys` under a log, and closes it. The caller ends the writes.
     fn save(&mut self, keys: Range<u32>) {
         let op = self.next_op();
         self.engine.save_done(op, keys);
@@ -109,13 +110,13 @@ impl Scene {
         self.ask(SchedulerRequest::Close { log: 9, way: 0 });
     }
 
-    /// The same, and the writes that follow are done.
+    /// The same, and ends the writes.
     fn write(&mut self, keys: Range<u32>) {
         self.save(keys);
         self.end_all();
     }
 
-    /// Ends every job there is, and those that follow.
+    /// Ends every job, and the jobs caused by it.
     fn end_all(&mut self) {
         while let Some(job) = self.jobs.pop_front() {
             self.end(job, Ok(()));
@@ -131,7 +132,7 @@ impl Scene {
         jobs.into_iter().for_each(|job| self.end(job, Ok(())));
     }
 
-    /// Reads among the jobs, taken from them.
+    /// Takes the reads out of the jobs.
     fn reads(&mut self) -> Vec<ssd::Job> {
         let is_read = |job: &ssd::Job| matches!(job.work, Work::Read { .. });
         let reads = self.jobs.iter().copied().filter(is_read).collect();
@@ -139,14 +140,14 @@ impl Scene {
         reads
     }
 
-    /// Fills DRAM with other blocks, so that none of the earlier ones is left.
+    /// Fills DRAM with other blocks, until none of the earlier ones is left.
     fn flood(&mut self) {
         for from in (1000..1000 + 8 * DRAM_BLOCKS).step_by(7) {
             self.write(from..from + 7);
         }
     }
 
-    /// Blocks `keys` on the device and not in DRAM.
+    /// A scene with blocks `keys` on the device and not in DRAM.
     fn on_ssd(keys: Range<u32>) -> Self {
         let mut scene = Self::new(SsdAdmission::All);
         scene.write(keys.clone());
@@ -176,7 +177,7 @@ impl Scene {
         op
     }
 
-    /// Answers since the last look, each with its operation; their slots are noted.
+    /// Returns the answers since the last look, each with its operation, and notes their slots.
     fn answers(&mut self) -> Vec<(u64, Status, u32)> {
         let mut answers = Vec::new();
         for action in std::mem::take(&mut self.engine.out) {
@@ -287,7 +288,7 @@ fn a_query_waits_for_what_a_device_keeps_and_is_answered_once() {
     scene.engine.out.clear();
     let op = scene.query(1, 0..6);
     assert_eq!(scene.answers(), [(op, Status::Pending, 2)]);
-    assert_eq!((scene.refs.len(), scene.leases()), (2, 1), "what DRAM holds is leased at once");
+    assert_eq!((scene.refs.len(), scene.leases()), (2, 1), "blocks in DRAM are leased at once");
     let reads = scene.reads();
     assert_eq!(reads.len(), 2);
     scene.end(reads[1], Ok(()));
@@ -466,7 +467,7 @@ fn an_engine_is_told_what_lies_on_devices_that_work() {
     let [memory, disk] = follower.check(&scene.engine.core, 0..6000);
     assert!(memory as u32 <= DRAM_BLOCKS && disk as u32 > 8 * DRAM_BLOCKS, "{memory} and {disk}");
     assert_eq!(follower.begun, 1);
-    // A read that is late trips the device's breaker.
+    // A late read trips the device's breaker.
     scene.query(1, 0..3);
     for _ in 0..3 {
         scene.engine.now_ms += 4_000;
@@ -600,7 +601,7 @@ fn what_peers_have_behind_a_block_that_no_disk_reads_in_time_is_not_fetched() {
     }
 }
 
-/// The device has more to read than it can in time.
+/// Gives the device more to read than it can in time.
 fn overwhelm(scene: &mut Scene) {
     let (now_ms, base) = (scene.engine.now_ms, &mut scene.engine.core.base);
     let namespace = base.cx.namespaces.adopt(Space { digest: NAMESPACE, block_bytes: BLOCK_BYTES }).unwrap();

@@ -1,5 +1,6 @@
-//! What is written: the blocks that DRAM gives up next, in its own order, before their slots are needed; then, where there is room for
-//! copies, what was saved. A block is held in DRAM while it is written, and lost where DRAM gives it up first. No save ever waits.
+//! Writes: first the blocks DRAM gives up next, in its own order, before their slots are needed; then saved
+//! blocks, while there is room for copies. A block is held in DRAM while it is written; a block DRAM gives up
+//! before is lost. No save ever waits.
 
 use std::collections::VecDeque;
 
@@ -12,35 +13,35 @@ use super::super::namespaces::Binding;
 use super::Ssd;
 use crate::config::SsdAdmission;
 
-/// Blocks that wait to be written: as many as saves may have waiting to be copied.
+/// Limit of blocks waiting for their write: as many as saves may have waiting for their copies.
 const QUEUE_MAX: usize = 65_536;
-/// Blocks of a queue that one event looks at, 0.1 ms.
+/// Blocks of a queue for one event to look at, 0.1 ms.
 const LOOKS_MAX: usize = 1024;
-/// The part of DRAM that is written ahead: bursts of saves take as much before a disk has written anything.
+/// The part of DRAM written ahead: bursts of saves take as much before a disk has written anything.
 const AHEAD_PART: u64 = 32;
-/// Blocks of one size that are written ahead at most: looking for them takes 0.3 ms.
+/// Limit of blocks of one size written ahead: looking for them takes 0.3 ms.
 const AHEAD_MAX: usize = 4096;
 
-/// A block that is to be written.
+/// A block to be written.
 #[derive(Debug)]
 pub(super) struct Unwritten {
     key: BlockKey,
     bytes: u64,
 }
 
-/// What came of the next block of a queue.
+/// The result of a try to write the next block of a queue.
 enum Next {
-    /// It was written, or is not to be.
+    /// It was begun, or is not to be written.
     Over,
-    /// The disks take nothing until something has ended.
+    /// The disks take nothing until a job has ended.
     Later,
 }
 
 // === impl Ssd ===
 
 impl Ssd {
-    /// A block lies in DRAM: saved just now it may be written by the admission rule. Asked for or offered again it is worth a place,
-    /// also one that it lost meanwhile.
+    /// Offers a block in DRAM for a write. A block saved just now is subject to the admission rule. A block
+    /// asked for or offered again is worth a place, even if it lost one meanwhile.
     pub(super) fn offer(&mut self, key: BlockKey, saved: Option<SlotRef>, binding: &Binding, dram: &Dram) {
         if saved.is_some_and(|slot| self.admission != SsdAdmission::All && !dram.has_returned(slot)) {
             return;
@@ -63,7 +64,7 @@ impl Ssd {
         self.queue.push_back(Unwritten { key, bytes });
     }
 
-    /// Hands the log what it has room for.
+    /// Hands the log as many blocks as it has room for.
     pub(super) fn write_behind(&mut self, dram: &mut Dram) {
         self.look_ahead(dram);
         for _ in 0..LOOKS_MAX {
@@ -89,7 +90,7 @@ impl Ssd {
         }
     }
 
-    /// Asks DRAM what goes next, once half of what it said last may have gone.
+    /// Asks DRAM for its next evictions, once half of its last answer may be gone.
     fn look_ahead(&mut self, dram: &Dram) {
         if dram.generation() < self.look_at {
             return;
@@ -104,7 +105,7 @@ impl Ssd {
 
     /// Begins to write a block, unless a disk keeps it.
     fn write(&mut self, key: &BlockKey, bytes: u64, dram: &mut Dram) -> Next {
-        // A namespace too many has no number.
+        // A namespace beyond the limit has no number.
         let Some(digest) = self.log.digest(key.namespace) else { return Next::Over };
         if self.log.came(key) {
             return Next::Over;
@@ -131,7 +132,7 @@ impl Ssd {
         if written == Err(Refused::Busy) { Next::Later } else { Next::Over }
     }
 
-    /// All that DRAM has is to be written, the best first.
+    /// Has all blocks of DRAM written, the best first.
     pub(super) fn write_all(&mut self, dram: &Dram) {
         let mut all = Vec::new();
         dram.best(&mut all);
@@ -141,7 +142,7 @@ impl Ssd {
         self.leaving = all.into_iter().filter(|block| !log.came(&block.key)).collect();
     }
 
-    /// What waits to be written is not.
+    /// Drops the blocks waiting for their write, and takes no more.
     pub(super) fn write_no_more(&mut self) {
         (self.leaving, self.queue) = (VecDeque::new(), VecDeque::new());
         self.queued.clear();

@@ -1,20 +1,20 @@
-//! What is kept of a step: only what the engine went on with.
+//! Blocks of a step are kept only if the engine went on with its output.
 
 use super::*;
 
-/// A session of a release that accepts nothing.
+/// A session of a release without ACCEPT.
 const OLD: SessionId = 41;
 const OLD_RANK: SessionId = 42;
 const OLD_RUN: [u8; 16] = [4; 16];
 
 impl Harness {
-    /// Ends the copies asked for since the last look; the ring is drained, and nothing is accepted.
+    /// Ends the copies asked for since the last look; the ring is drained, and no step is accepted.
     fn copied_unaccepted(&mut self) {
         self.copies().iter().for_each(|(copy, ..)| self.end_copy(*copy, true));
         self.drained_below(0);
     }
 
-    /// Keys `0..count` of log 0, copied whole by operation 1 in step 2, which is done and not accepted.
+    /// Keys `0..count` of log 0, copied whole by operation 1 in step 2. The step is done and not accepted.
     fn whole(count: u32) -> Self {
         let mut engine = Self::engine(1);
         engine.open(0, 0..count);
@@ -36,12 +36,12 @@ impl Harness {
         [committed, present, cancelled, dropped, unaccepted]
     }
 
-    /// How many of the first keys of log 0 are found.
+    /// Returns the number of the first keys of log 0 found.
     fn found_keys(&mut self, op: u64, count: u32) -> u32 {
         self.query(0, op, 0, count).value
     }
 
-    /// An engine of the release before, whose messages follow.
+    /// Connects an engine of the release before; it sends the messages from now on.
     fn connect_old(&mut self) {
         let old = |hello: Hello| Hello { version: 2, oldest: Some(2), release: "0.2.0".into(), ..hello };
         self.connect(OLD, old(hello(1, Role::Scheduler { run: OLD_RUN })));
@@ -180,7 +180,7 @@ fn what_is_kept_already_needs_no_acceptance_and_a_check_does() {
     engine.post_save(1, 3, 0..2, true);
     engine.fences(RANKS[0], 3, 3);
     engine.copied_unaccepted();
-    assert!(engine.comparison().is_none(), "of what may be worthless");
+    assert!(engine.comparison().is_none(), "the blocks may be worthless");
     engine.accept_step(3);
     engine.drained_below(0);
     assert!(engine.comparison().is_some());

@@ -4,12 +4,12 @@ use shm_protocol::pool::Remains;
 
 use super::*;
 
-/// Two of them are all that is verified unasked, and three fill a segment.
+/// Only two of them are verified without a request at once, and three fill a segment.
 const BLOCK_BYTES: u64 = 8 << 20;
 const SEGMENT: u64 = 32 << 20;
 const BLOCKS: u32 = 9;
 
-/// An engine over a pool in which an earlier life has left keys `0..BLOCKS`.
+/// An engine over a pool with keys `0..BLOCKS` of an earlier life.
 fn adopted() -> Harness {
     let config = Config { pool_bytes: 4 * SEGMENT, segment_bytes: SEGMENT, lease_ttl_ms: 1000 };
     let mut core = Core::new(Dram::unopened(config, 50).unwrap(), &[], []);
@@ -19,7 +19,7 @@ fn adopted() -> Harness {
         let opened = Opened::Used { segment: segment.into(), block_bytes: BLOCK_BYTES, first: 0, remains };
         core.handle(Duration::ZERO, Event::Opened(opened), &mut Vec::new());
     }
-    // The first two were given out before anybody looked.
+    // The verification of the first two was begun before any look at the actions.
     let (first, second) = (verification(&core, 0), verification(&core, 1));
     let mut engine = Harness::over(core, 1, BLOCK_BYTES);
     engine.join();
@@ -43,7 +43,7 @@ impl Harness {
         self.event(Event::Verified { key, slot, whole });
     }
 
-    /// Comparisons that were begun since the last look must be those of keys `expected`.
+    /// Asserts: the comparisons begun since the last look are those of keys `expected`.
     fn assert_begun(&mut self, expected: &[u32]) {
         let begun: Vec<Action> =
             self.out.extract_if(.., |action| matches!(action, Action::Verify { .. })).collect();
@@ -83,10 +83,10 @@ fn blocks_that_are_asked_for_are_verified_first_and_their_query_waits() {
     let said = |action: &Action| matches!(action, Action::Warn(text) if text.contains("adoption_corrupt"));
     assert!(engine.out.iter().any(said));
     engine.assert_begun(&[2]);
-    assert_eq!(engine.answer(), Some((Status::Ok, 2)), "what was changed is a miss");
+    assert_eq!(engine.answer(), Some((Status::Ok, 2)), "a changed block is a miss");
     engine.verified(1, false);
     engine.verified(2, true);
-    assert!(engine.out.iter().all(|action| !matches!(action, Action::Warn(_))), "said once");
+    assert!(engine.out.iter().all(|action| !matches!(action, Action::Warn(_))), "logged once");
     engine.assert_begun(&[3, 4]);
     engine.verified(3, true);
     engine.verified(4, true);

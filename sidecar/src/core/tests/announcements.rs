@@ -1,4 +1,4 @@
-//! What an engine is told of the blocks that it could find: whoever follows it knows what is kept, and where.
+//! Announcements to an engine: a reader of all of them knows all kept blocks, and their places.
 
 use std::collections::BTreeSet;
 
@@ -6,12 +6,12 @@ use shm_protocol::announcement::Located;
 
 use super::*;
 
-/// Follows what the engine of [`SCHEDULER`] is told.
+/// A reader of the announcements to the engine of [`SCHEDULER`].
 pub(crate) struct Follower {
     asked: u64,
-    /// Numbers of blocks in memory and on disks, of those that [`hash`] makes.
+    /// Numbers of known blocks in memory and on disks, as in [`hash`].
     known: [BTreeSet<u32>; 2],
-    /// What was told since the last BEGIN.
+    /// Numbers announced since the last BEGIN.
     since: [BTreeSet<u32>; 2],
     pub(crate) begun: u32,
 }
@@ -21,7 +21,7 @@ impl Follower {
         Self { asked: 1, known: Default::default(), since: Default::default(), begun: 0 }
     }
 
-    /// Reads all there is, `room` announcements at a time; how many they were.
+    /// Reads all announcements, `room` at a time. Returns their number.
     pub(crate) fn read(&mut self, core: &mut Core, room: usize) -> usize {
         let mut read = 0;
         loop {
@@ -52,7 +52,7 @@ impl Follower {
         }
     }
 
-    /// What is known of these blocks in memory and on disks, which is all that is known, and right.
+    /// Asserts: the known blocks are the kept ones. Returns the number of these in memory and on disks.
     #[track_caller]
     pub(crate) fn check(&self, core: &Core, numbers: std::ops::Range<u32>) -> [usize; 2] {
         let hashes: Vec<BlockHash> = numbers.clone().map(hash).collect();
@@ -120,7 +120,7 @@ fn an_engine_is_told_of_the_blocks_of_its_namespace_alone() {
     follower.read(&mut engine.core, 1000);
     engine.ask(SchedulerRequest::Salt { salt: [1; 16] });
     assert_eq!(follower.read(&mut engine.core, 1000), 2);
-    assert_eq!(follower.known, <[BTreeSet<u32>; 2]>::default(), "the old ones are found by nobody");
+    assert_eq!(follower.known, <[BTreeSet<u32>; 2]>::default(), "no query finds the old ones");
     save(&mut engine, 1, 10..12);
     follower.read(&mut engine.core, 1000);
     assert_eq!(follower.known[0], BTreeSet::from([10, 11]));

@@ -1,4 +1,4 @@
-//! What binds an engine, and what unbinds it.
+//! The binding of an engine, and its end.
 
 use shm_protocol::handshake::PROBE_RUN;
 use shm_protocol::namespace;
@@ -8,14 +8,14 @@ use super::*;
 const LIVE: [u8; 16] = [0xa; 16];
 const TUNED: [u8; 16] = [0xb; 16];
 
-/// An engine whose ranks sampled their weights.
+/// An engine with weights sampled by its ranks.
 fn joined(world_size: u32) -> Harness {
     let mut engine = with(world_size, |worker| worker.live_weights = Some(Digest(LIVE)));
     engine.join();
     engine
 }
 
-/// An engine whose ranks say something else, and have not joined.
+/// An engine with changed hellos of its ranks, not joined yet.
 fn with(world_size: u32, change: impl Fn(&mut WorkerHello)) -> Harness {
     let mut engine = Harness::unjoined(world_size);
     for rank in 0..world_size {
@@ -35,7 +35,7 @@ impl Harness {
         self.report(RANKS[rank], WorkerRequest::Weights { number, answers, live });
     }
 
-    /// What the processes were shown since the last look, the last words of each.
+    /// Returns the words shown to the processes since the last look, the last ones of each.
     fn shown(&mut self) -> BTreeMap<SessionId, Bound> {
         self.take(taken!(Action::Bind { words, .. } => words)).flatten().collect()
     }
@@ -51,7 +51,7 @@ fn equal_weights_give_the_old_namespace_back_and_others_another() {
     engine.keep(2);
     assert_eq!(engine.query(0, 2, 0, 2).value, 2);
     engine.weights(1);
-    assert_eq!(engine.query(0, 3, 0, 2).status, Status::NotReady, "it has not said what it holds");
+    assert_eq!(engine.query(0, 3, 0, 2).status, Status::NotReady, "its weights are not stated");
     assert_eq!(engine.core.stats().leases, 0);
     engine.out.clear();
     engine.holds(0, 1, 1, TUNED);
@@ -121,7 +121,7 @@ fn a_rank_whose_weights_changed_by_themselves_closes_its_schedulers_session() {
     assert!(reason.contains("without a message of its scheduler"), "{reason}");
     engine.open(0, 0..1);
     assert_eq!(engine.query(0, 1, 0, 1).status, Status::NotReady);
-    // Nor does it help to come again.
+    // A new session of the rank does not help, either.
     engine.event(Event::Disconnected { session: RANKS[1] });
     let hello = changed(rank_hello(2, 1), |worker| worker.live_weights = Some(Digest(TUNED)));
     engine.connect(RANKS[1], hello);
@@ -218,7 +218,7 @@ fn what_a_lost_rank_was_to_save_is_not_copied_from_the_memory_of_the_next() {
         engine.save(0, 2, 7, 1..3);
         engine.fences(9, 7, 7);
         engine.copied();
-        assert_eq!(engine.saved().unwrap().committed, 2, "what it computed itself is kept");
+        assert_eq!(engine.saved().unwrap().committed, 2, "its own blocks are kept");
     }
 }
 

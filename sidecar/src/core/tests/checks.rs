@@ -1,4 +1,4 @@
-//! Checks: what is compared, who is believed, and what becomes of engines and blocks.
+//! Checks: the compared blocks, the believed engines, and the removal of wrong ones.
 
 use mesh::digest::Digest;
 use mesh::directory::{self, Directory, Filter};
@@ -9,7 +9,7 @@ use super::*;
 use crate::compare::{Difference, Number};
 use crate::config::SsdAdmission;
 
-/// Engines by number: engine 0 is the harness's own.
+/// Sessions of engines by number: engine 0 is the harness's own engine.
 pub(super) fn scheduler(engine: u64) -> SessionId {
     SCHEDULER + 10 * engine
 }
@@ -28,7 +28,7 @@ pub(crate) fn found(differing: u32) -> Found {
 }
 
 impl Harness {
-    /// Lets an engine of one rank begin, whose messages follow.
+    /// Connects an engine of one rank; it sends the messages from now on.
     pub(super) fn begin(&mut self, engine: u64) {
         self.connect(rank(engine), Hello { engine: format!("e{engine}"), ..rank_hello(1, 0) });
         self.connect_scheduler(engine, scheduler(engine));
@@ -62,7 +62,7 @@ impl Harness {
         self.drained();
     }
 
-    /// Ends the comparison asked for since the last look, which is returned.
+    /// Ends the comparison asked for since the last look, and returns it.
     pub(super) fn compared(&mut self, differing: u32) -> Inspection {
         let comparison = self.comparison().expect("the keys are kept");
         self.event(Event::Inspected {
@@ -72,7 +72,7 @@ impl Harness {
         comparison
     }
 
-    /// Checks keys `keys` of a log that is open, as an engine that finds so many of them different.
+    /// Checks keys of an open log by an engine with so many different blocks.
     pub(super) fn check(
         &mut self,
         engine: u64,
@@ -98,7 +98,8 @@ impl Harness {
         self.speaker = SCHEDULER;
     }
 
-    /// An engine contradicts that chain: the chain goes, and the engine is in doubt.
+    /// An engine contradicts the chain of [`Harness::keep_another`]: the chain is removed, and the engine is
+    /// in doubt.
     fn doubt(&mut self, engine: u64, op: u64) {
         let removed = self.core.stats().removed_blocks;
         self.open(51, 500..502);
@@ -216,7 +217,7 @@ fn a_comparison_keeps_its_blocks_in_place_and_no_engine_has_many() {
     engine.fences(RANKS[0], 6, 6);
     let saved = engine.saved().expect("its blocks are kept, and too many are being compared");
     assert_eq!((saved.present, saved.checked), (100, 0));
-    // Blocks that nobody asks for take the whole pool.
+    // Blocks of no later query take the whole pool.
     for log in 1..140 {
         engine.open(log, 1000 * log..1000 * log + 128);
         engine.save(log, 100 + u64::from(log), 100, 1..129);
@@ -260,7 +261,7 @@ fn an_engine_that_differs_is_barred_and_what_it_saved_is_gone() {
     let stats = engine.core.stats();
     assert_eq!((stats.barred_engines, stats.checks_differing, stats.removed_blocks), (1, 2, 8));
     assert_eq!(stats.leases, 0);
-    assert_eq!(stats.blocks, 4, "what another engine saved stays");
+    assert_eq!(stats.blocks, 4, "blocks of another engine stay");
     assert_eq!(engine.status(2, 6, 4), (Status::Barred, 0));
     engine.post_save(1, 7, 0..9, false);
     assert_eq!(engine.saved().unwrap().dropped, 9);
@@ -299,7 +300,7 @@ fn a_bar_lasts_for_the_run_and_for_one_namespace() {
     assert_eq!(engine.status(0, 2, 2), (Status::Barred, 0), "another connection is the same run");
     assert_eq!(engine.core.barred().len(), 1);
     engine.begin_with_log(2);
-    assert_eq!(engine.status(0, 2, 2), (Status::Ok, 2), "another run begins anew");
+    assert_eq!(engine.status(0, 2, 2), (Status::Ok, 2), "another run starts again");
 }
 
 #[test]
@@ -316,7 +317,7 @@ fn most_engines_are_believed_and_then_the_namespace_begins_anew() {
         assert_eq!(engine.warnings().len(), 1 + usize::from(retired), "{:?}", engine.warnings());
         engine.out.clear();
     }
-    assert_eq!(engine.core.stats().barred_engines, 3, "nobody is believed");
+    assert_eq!(engine.core.stats().barred_engines, 3, "no engine is believed");
     assert_eq!(engine.core.barred().iter().filter(|barred| barred.worst.is_none()).count(), 1);
     engine.speaker = SCHEDULER;
     assert_eq!(engine.status(0, 5, 2), (Status::Barred, 0));
@@ -343,7 +344,7 @@ fn what_engines_disagree_about_is_found_by_no_later_life_and_nothing_of_before_c
     let log = Log::new(Config { devices: vec![geometry; 2], write_bytes_max: 1 << 20, late_ms: 1000 });
     let base = &mut engine.core.base;
     let binding = base.engines[SCHEDULER].binding().unwrap();
-    // Nothing of the namespace was written yet: memory has it alone, and would write it later.
+    // Nothing of the namespace was written yet: only memory has it, and would write it later.
     base.sources.add_tier(disk_tier(log, SsdAdmission::SecondHit), &mut base.cx.dram);
     let life_end = u64::from(u32::MAX);
     for (number, bounds) in [(1, vec![life_end]), (2, vec![life_end, 7])] {
@@ -363,7 +364,7 @@ fn what_engines_disagree_about_is_found_by_no_later_life_and_nothing_of_before_c
 }
 
 impl Harness {
-    /// Both disks learn the bounds of distrust, one after the other.
+    /// Ends the jobs by which both disks note the bounds of distrust, one after the other.
     fn end_distrust(&mut self, namespace: NamespaceDigest, bounds: Vec<u64>) {
         for before in bounds {
             let jobs: Vec<ssd::Job> =
@@ -372,7 +373,7 @@ impl Harness {
             assert_eq!(
                 work,
                 [Work::Distrust { namespace, before }; 2],
-                "each disk is told, of one after the other"
+                "each disk notes one bound after the other"
             );
             assert!(self.core.busy(), "an orderly end waits for it");
             for ssd::Job { device, ticket, .. } in jobs {
@@ -383,7 +384,7 @@ impl Harness {
     }
 }
 
-/// An engine with a peer, that keeps two blocks.
+/// An engine with a peer, keeping two blocks.
 fn with_peer() -> Harness {
     let peers = peer_tier(Directory::new(directory::Config::default()));
     let core = core_over(64 << 20, &[], Some(peers));
@@ -403,7 +404,7 @@ fn hear_of(engine: &mut Harness, keys: std::ops::Range<u32>) {
     engine.event(Event::Mesh(Heard::Keeps { peer: PEER, filter }));
 }
 
-/// Blocks that the peer is asked for by a query for the first keys of a log.
+/// Returns the number of blocks asked of the peer by a query for the first keys of a log.
 fn asked_for(engine: &mut Harness, log: u32, op: u64, count: u32) -> usize {
     let query =
         request::Query { op, keys: Keys::new(log, 0..count), arriving: false, awaits: false, last: false };
@@ -440,7 +441,7 @@ fn a_block_that_was_removed_does_not_come_back_from_a_peer_that_had_fetched_it()
     assert!(engine.out.is_empty(), "the query did not wait");
     engine.open(2, 104..106);
     assert_eq!(asked_for(&mut engine, 2, 4, 2), 2, "others come from there");
-    // A run to a removed block ends there.
+    // A run ends at a removed block.
     let run = [106, 107, 100, 108].map(hash);
     engine.ask(SchedulerRequest::Open { log: 3 });
     let append =
@@ -448,7 +449,8 @@ fn a_block_that_was_removed_does_not_come_back_from_a_peer_that_had_fetched_it()
     engine.append(append, run.to_vec());
     assert_eq!(asked_for(&mut engine, 3, 5, 4), 2);
 
-    // One that is saved anew is found here, and is asked of no peer once it has gone from here: what those keep is the same.
+    // A removed block saved again is found here. Once it is gone from here, no peer is asked for it: their
+    // copies are the same.
     engine.post_save(1, 6, 0..1, false);
     engine.copy_all(0, 6);
     assert_eq!(engine.status(1, 7, 6), (Status::Ok, 1));
@@ -546,7 +548,7 @@ fn a_key_that_was_saved_again_is_of_its_last_saver() {
     assert_eq!(engine.core.stats().blocks, 0, "the step of its last saver goes");
 }
 
-/// An engine in doubt. Engine 0 keeps two more chains.
+/// An engine in doubt, beside two more chains kept by engine 0.
 fn in_doubt() -> Harness {
     let mut engine = Harness::keeping(1, 2);
     for (op, log) in [(2, 60), (3, 61)] {
@@ -617,7 +619,7 @@ fn blocks_upon_a_contradicted_chain_go_whoever_saved_them() {
     engine.open(60, 600..604);
     engine.post_save(60, 2, 0..4, false);
     engine.copy_all(0, 2);
-    // Another engine goes on otherwise behind the loaded beginning, twice.
+    // Another engine computes other blocks behind the loaded beginning, twice.
     engine.begin(1);
     for (log, op, end) in [(61, 1, 702), (62, 2, 704)] {
         let keys: Vec<BlockHash> = (600..602).chain(700..end).map(hash).collect();

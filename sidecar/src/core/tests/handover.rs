@@ -1,16 +1,16 @@
-//! One engine awaits what another computes, over one sidecar.
+//! One engine awaits blocks of another, over one sidecar.
 
 mod acceptance;
 mod quotas;
 
 use super::*;
 
-/// The engine that awaits, beside [`SCHEDULER`], which computes.
+/// The engine awaiting blocks. The engine of [`SCHEDULER`], called P below, computes them.
 const D: SessionId = 31;
 const D_RANK: SessionId = 32;
 const D_RUN: [u8; 16] = [3; 16];
 
-/// Blocks so large that a pool of 4 MiB has room for 62.
+/// Large blocks: a pool of 4 MiB has room for 62.
 const LARGE: u64 = 64 << 10;
 
 /// Both engines, of one rank each.
@@ -18,7 +18,7 @@ fn two_engines() -> Harness {
     over(64 << 20, SHARD_BYTES)
 }
 
-/// The same over a pool of this size, with blocks of that.
+/// The same over a pool of this size, with blocks of so many bytes.
 fn over(pool_bytes: u64, bytes: u64) -> Harness {
     pair(core_of(pool_bytes), bytes)
 }
@@ -56,7 +56,7 @@ impl Harness {
         answered.collect()
     }
 
-    /// P saves blocks of its log 0 as operation `op`, in a step of that number.
+    /// P saves blocks of its log 0 as operation and step `op`.
     fn produce(&mut self, op: u64, keys: std::ops::Range<u32>) {
         let (count, keys) = (keys.len() as u32, Keys::new(0, keys));
         let save = request::Save { op, keys, position: 0, step: op, checked: false, handover: false };
@@ -75,7 +75,7 @@ impl Harness {
         self.out.clear();
     }
 
-    /// How many blocks of these keys D finds, which then end their lease.
+    /// Returns the number of these keys found by D. Their lease ends at once.
     fn found(&mut self, log: u32, op: u64, keys: std::ops::Range<u32>) -> u32 {
         self.speaker = D;
         let count = keys.len() as u32;
@@ -87,12 +87,12 @@ impl Harness {
         hits
     }
 
-    /// P says of the prompt of these keys that it will hand it over.
+    /// P promises to hand over the prompt of these keys.
     fn promise(&mut self, log: u32, keys: std::ops::Range<u32>) {
         self.open_as(log, keys, true, false);
     }
 
-    /// A log of these keys, which are promised or not, and the last of which may be that of a tail.
+    /// Opens a log of these keys, `promised` or not. The last key may be of a `tail`.
     fn open_as(&mut self, log: u32, keys: std::ops::Range<u32>, promised: bool, tail: bool) {
         self.ask(SchedulerRequest::Open { log });
         let named = Keys::new(log, 0..keys.len() as u32);
@@ -100,7 +100,7 @@ impl Harness {
         self.append(Append { keys: named, chunks, promised, tail }, keys.map(hash).collect());
     }
 
-    /// D asks for keys 0 to 2, the last of which is that of a tail.
+    /// D asks for keys 0 to 2; the last one is of a tail.
     fn await_tail(&mut self, op: u64) {
         self.speaker = D;
         self.open_as(0, 0..3, false, true);
@@ -109,7 +109,7 @@ impl Harness {
         self.speaker = SCHEDULER;
     }
 
-    /// P's step of this number saves these blocks of its log 0, which are kept then.
+    /// P's step `op` saves these blocks of its log 0, and they are kept.
     fn step(&mut self, op: u64, keys: std::ops::Range<u32>) {
         self.produce(op, keys);
         self.fences(RANKS[0], op, op);
@@ -165,7 +165,7 @@ fn a_tail_that_is_not_promised_is_not_waited_for() {
             engines.await_tail(1);
             engines.step(1, 0..2);
             assert_eq!(engines.answers()[&1], (Status::Ok, 2), "with its last block");
-            assert_eq!(engines.core.stats().handover_exhausted, 0, "nothing was waited for in vain");
+            assert_eq!(engines.core.stats().handover_exhausted, 0, "no wait ended without its blocks");
         }
     }
     let mut engines = two_engines();
@@ -191,7 +191,7 @@ fn nobody_waits_where_no_other_engine_of_the_namespace_is() {
     let mut engines = Harness::over(core_of(64 << 20), 1, SHARD_BYTES);
     engines.join();
     engines.connect(D, hello(1, Role::Scheduler { run: D_RUN }));
-    // Of another form than P's: what P keeps is of no use to it.
+    // Its blocks have another form than those of P, so P's blocks are of no use to it.
     engines.connect(D_RANK, rank_hello_of(1, 0, 2 * SHARD_BYTES));
     engines.report(D_RANK, WorkerRequest::Join { run: D_RUN, step: 0 });
     engines.out.clear();
@@ -243,19 +243,19 @@ fn a_load_is_parked_while_the_last_blocks_are_copied_and_begins_when_they_are_ke
 }
 
 impl Harness {
-    /// P posts a handover of its log `log`, as operation and step `op`, and begins that step.
+    /// P posts a handover of its log `log`, as operation and step `op`, and begins the step.
     fn begin_handover(&mut self, log: u32, op: u64, keys: std::ops::Range<u32>) {
         let named = Keys::new(log, 0..keys.len() as u32);
         self.open(log, keys);
         self.hand_over(op, named);
     }
 
-    /// P hands over a part of the prompt of its log 0, which is open.
+    /// P hands over a part of the prompt of its open log 0.
     fn begin_part(&mut self, op: u64, keys: std::ops::Range<u32>) {
         self.hand_over(op, Keys::new(0, keys));
     }
 
-    /// P hands over some keys of an open log, as operation and step `op`, and begins that step.
+    /// P hands over some keys of an open log, as operation and step `op`, and begins the step.
     pub(in crate::core) fn hand_over(&mut self, op: u64, named: Keys) {
         let count = named.count;
         let save = request::Save { op, keys: named, position: 0, step: op, checked: false, handover: true };
@@ -263,7 +263,7 @@ impl Harness {
         self.fences(RANKS[0], op, op - 1);
     }
 
-    /// The step that began last takes so long.
+    /// Ends the step begun last, after so many milliseconds.
     fn end_step(&mut self, op: u64, ms: u64) {
         self.now_ms += ms;
         self.fences(RANKS[0], op, op);
@@ -327,7 +327,7 @@ fn a_handover_takes_from_the_last_fence_to_the_end_of_its_last_part() {
     let last = engines.copies();
     engines.end_copy(last[0].0, true);
     assert_eq!(handovers(&mut engines), [30]);
-    // What P's save finds in the pool has no fence.
+    // A block found in the pool by P's save has no fence.
     engines.begin_part(3, 0..4);
     engines.await_keys(1, 4, 0..4, false);
     assert_eq!(engines.answers()[&4], (Status::Ok, 4));
@@ -422,7 +422,7 @@ fn nobody_waits_for_an_engine_that_has_gone() {
         assert_eq!(
             engines.answers()[&op].0,
             Status::Pending,
-            "round {round}: that one went says nothing of the next"
+            "round {round}: one gone engine says nothing of the next"
         );
         let gone = [RANKS[0], SCHEDULER];
         engines.disconnect(if round % 2 == 0 { &gone[..1] } else { &gone[1..] }.iter().copied());
@@ -476,8 +476,8 @@ fn nobody_waits_for_what_was_computed_and_lost() {
     engines.await_keys(1, 2, 100..104, false);
     engines.await_keys(2, 3, 0..4, false);
     let answers = engines.answers();
-    assert_eq!((answers[&1], answers[&3]), ((Status::Ok, 1), (Status::Ok, 1)), "what was kept, at once");
-    assert_eq!(answers[&2].0, Status::Pending, "nobody has computed this");
+    assert_eq!((answers[&1], answers[&3]), ((Status::Ok, 1), (Status::Ok, 1)), "the kept block, at once");
+    assert_eq!(answers[&2].0, Status::Pending, "no engine has computed this");
     engines.open(6, 100..104);
     let keys = Keys::new(6, 0..4);
     let save = request::Save { op: 9, keys, position: 0, step: 2, checked: false, handover: true };
@@ -492,13 +492,13 @@ fn nobody_waits_for_what_was_computed_and_lost() {
     engines.ask(SchedulerRequest::Close { log: 1, way: 0 });
     assert_eq!(engines.answers()[&4], (Status::Ok, 1));
     engines.tick(29_999);
-    // Its engine works: D waits for it again.
+    // P works again: D waits for it.
     engines.compute(2, 2, 50..52, true);
     engines.await_keys(4, 5, 0..4, false);
     engines.tick(30_000);
     engines.await_keys(5, 6, 0..4, false);
     let answers = engines.answers();
-    assert_eq!((answers[&5], answers[&6].0), ((Status::Ok, 1), Status::Pending), "nobody remembers it");
+    assert_eq!((answers[&5], answers[&6].0), ((Status::Ok, 1), Status::Pending), "it is forgotten");
 }
 
 #[test]
@@ -518,11 +518,11 @@ fn three_waits_in_vain_are_enough_until_another_engine_saves() {
     assert_eq!(engines.answers()[&5].0, Status::Pending);
 }
 
-/// D's answer while P works, at each second up to the 29th.
+/// Lets the seconds pass, with a message of P in each.
 fn ticks(engines: &mut Harness, until_s: u64) {
     for second in 1..until_s {
         engines.now_ms = second * 1000 + 10;
-        // Its scheduler posts.
+        // P's scheduler posts a message.
         engines.ask(SchedulerRequest::Open { log: 1000 + second as u32 });
         engines.event(Event::Tick);
     }
@@ -539,7 +539,7 @@ fn what_is_promised_is_waited_for_while_its_engine_works() {
     assert_eq!(
         (answers[&1].0, answers[&2]),
         (Status::Pending, (Status::Ok, 0)),
-        "nobody has promised the other"
+        "no engine has promised the other"
     );
     engines.produce(1, 0..4);
     engines.fences(RANKS[0], 1, 1);
@@ -562,7 +562,7 @@ fn a_promise_is_worth_30_s() {
 
 #[test]
 fn an_engine_says_how_long_it_waits() {
-    // The longest that may be said is also the longest that a query waits.
+    // The longest `promise_wait_ms` is also the longest wait of a query.
     for promise_wait_ms in [100, 2000] {
         let mut engines = two_engines();
         engines.disconnect([D_RANK, D]);
@@ -611,7 +611,7 @@ fn a_promise_ends_with_its_log_its_engine_or_that_one_s_work() {
     }
 }
 
-/// Its other saves are no promise kept.
+/// Its other saves do not count as kept promises.
 #[test]
 fn an_engine_that_broke_three_promises_is_not_waited_for_though_it_saves() {
     let mut engines = two_engines();
@@ -634,7 +634,7 @@ fn an_engine_that_broke_three_promises_is_not_waited_for_though_it_saves() {
     assert_eq!(engines.core.stats().handover_promises_broken, 3);
 }
 
-/// It costs who awaits what it has promised, three times, and nobody else.
+/// Its broken promises cost the engines awaiting them three waits, and other engines none.
 #[test]
 fn a_hoarder_of_promises_takes_no_room_from_the_promises_of_others() {
     let mut engines = two_engines();
@@ -650,7 +650,7 @@ fn a_hoarder_of_promises_takes_no_room_from_the_promises_of_others() {
     assert_eq!(
         (answers[&1].0, answers[&2].0),
         (Status::Pending, Status::Ok),
-        "the 64th, and what was refused"
+        "the 64th, and the refused one"
     );
     engines.ask(SchedulerRequest::Close { log: 0, way: 0 });
     engines.promise(200, 200..201);
@@ -668,7 +668,7 @@ fn of_one_engine_64_requests_await_and_others_compute() {
     assert_eq!((answers[&65], engines.core.stats().handover_beyond_limit), ((Status::Ok, 0), 1));
 }
 
-/// What is kept for another engine outlives everything that is saved after it; else it is what goes first.
+/// A block kept for another engine outlives all later saves; otherwise it is evicted first.
 #[test]
 fn what_is_handed_over_stays_until_another_engine_has_loaded_it() {
     for handover in [false, true] {
@@ -706,7 +706,7 @@ fn what_nobody_loads_is_kept_for_its_time_and_by_its_own_engine_s_loads_no_less(
     assert_eq!(
         engines.core.stats().handover_kept_bytes,
         10 * LARGE,
-        "anew from when it was handed over again"
+        "again since its second handover, for a whole TTL"
     );
     engines.tick(9_000);
     let stats = engines.core.stats();

@@ -1,14 +1,14 @@
-//! What one engine may cost the others.
+//! Limits of the cost of one engine to the others.
 
 use super::*;
 
 const OTHER: SessionId = 21;
 const OTHER_RANK: SessionId = 22;
 const OTHER_RUN: [u8; 16] = [9; 16];
-/// Blocks so large that a pool has room for few of them.
+/// Large blocks: a pool has room for few of them.
 const BLOCK_BYTES: u64 = 64 << 10;
 
-/// An engine of one rank beside another whose rank has not joined, over a pool of 62 blocks.
+/// An engine of one rank beside another one with no rank joined, over a pool of 62 blocks.
 fn two_engines() -> Harness {
     let mut engine = Harness::over(core_of(4 << 20), 1, BLOCK_BYTES);
     engine.join();
@@ -17,7 +17,7 @@ fn two_engines() -> Harness {
     engine
 }
 
-/// The other engine says something.
+/// The other engine sends some messages.
 fn other_speaks(engine: &mut Harness) {
     engine.speaker = OTHER;
     engine.open(0, 0..0);
@@ -51,11 +51,11 @@ fn a_hit_is_cut_where_others_are_at_work_and_its_load_is_inside() {
     assert_eq!(engine.query(0, 2, 0, 60).value, 60, "alone it may lease everything");
     engine.report(OTHER_RANK, WorkerRequest::Join { run: OTHER_RUN, step: 0 });
     other_speaks(&mut engine);
-    assert_eq!(engine.query(0, 3, 0, 60).value, 32, "half of the pool, also of what it had leased");
+    assert_eq!(engine.query(0, 3, 0, 60).value, 32, "half of the pool, its leases included");
     engine.out.clear();
     engine.load(0, 4, 3, 0..32, 0);
     engine.fences(RANKS[0], 5, 4);
-    assert_eq!(engine.copies().len(), 1, "a load of what was answered is never refused");
+    assert_eq!(engine.copies().len(), 1, "a load of answered hits is never refused");
     engine.open(1, 0..60);
     assert_eq!(engine.query(1, 5, 0, 60).value, 0);
     engine.open(2, 100..101);

@@ -1,4 +1,4 @@
-//! Proofs: whose saves are kept.
+//! Proofs: the engines with kept saves.
 
 use mesh::directory::{self, Directory};
 use shm_protocol::handshake::WEIGHTS_LIVE;
@@ -13,7 +13,7 @@ use crate::config::SsdAdmission;
 const LIVE: [u8; 16] = [0xa; 16];
 
 impl Harness {
-    /// Lets an engine of one rank begin that has its facts from others, and whose messages follow.
+    /// Connects an engine of one rank with facts from elsewhere; it sends the messages from now on.
     fn begin_unproven(&mut self, engine: u64) {
         self.connect_unproven(engine, scheduler(engine), rank(engine));
     }
@@ -28,12 +28,12 @@ impl Harness {
         self.open(1, 100..104);
     }
 
-    /// Saves keys of log 1, which nobody has.
+    /// Saves keys of log 1, kept by no engine.
     fn save_new(&mut self, engine: u64, op: u64) -> Saved {
         self.end_save(engine, op, false)
     }
 
-    /// Saves all of log 1 and lets it end, which it does at once where there is nothing to copy.
+    /// Saves all of log 1 and returns the save's end. It ends at once if there is nothing to copy.
     fn end_save(&mut self, engine: u64, op: u64, checked: bool) -> Saved {
         self.out.clear();
         self.post_save(1, op, 0..4, checked);
@@ -60,7 +60,7 @@ fn an_engine_that_has_shown_nothing_loads_and_nothing_of_it_is_kept() {
     let saved = engine.save_new(1, 2);
     assert_eq!((saved.committed, saved.dropped, saved.unproven), (0, 4, 4));
     engine.post_save(0, 3, 0..4, false);
-    assert_eq!(engine.saved().unwrap().present, 4, "what is kept stays");
+    assert_eq!(engine.saved().unwrap().present, 4, "kept blocks stay");
     let saved = engine.end_save(1, 4, true);
     assert_eq!((saved.checked, saved.dropped, saved.unproven), (0, 4, 4), "there is nothing to compare with");
     let stats = engine.core.stats();
@@ -116,14 +116,14 @@ fn the_first_of_a_namespace_may_save_and_one_alone_is_the_first() {
     engine.post_save(0, 1, 0..4, false);
     assert_eq!((engine.proof("e1"), engine.proof("e2")), (None, Some(Proof::First)));
     assert_eq!(engine.saved().unwrap().unproven, 4);
-    // It goes before anything was kept.
+    // Engine 2 leaves before any block was kept.
     engine.event(Event::Disconnected { session: scheduler(2) });
     engine.speaker = scheduler(1);
     assert_eq!(engine.save_new(1, 2).committed, 4);
     assert_eq!(engine.proof("e1"), Some(Proof::First));
     engine.event(Event::Disconnected { session: scheduler(1) });
     engine.begin_unproven(3);
-    assert_eq!(engine.save_new(3, 1).present, 4, "it finds what the first has left");
+    assert_eq!(engine.save_new(3, 1).present, 4, "it finds the blocks of the first");
     engine.post_save(0, 2, 0..4, false);
     assert_eq!(engine.saved().unwrap().unproven, 4);
 }
@@ -132,7 +132,7 @@ fn the_first_of_a_namespace_may_save_and_one_alone_is_the_first() {
 fn nobody_is_the_first_beside_an_engine_that_may_save() {
     let mut engine = Harness::engine(1);
     engine.begin_unproven(1);
-    assert_eq!(engine.save_new(1, 1).unproven, 4, "the other one may have computed what is not here yet");
+    assert_eq!(engine.save_new(1, 1).unproven, 4, "the other one may have computed the missing blocks");
 }
 
 #[test]
@@ -207,7 +207,7 @@ fn a_copied_sample_is_none_and_an_own_one_is() {
     assert_eq!((engine.proof("e1"), engine.save_new(1, 2).unproven), (None, 4));
     engine.ask(SchedulerRequest::Weights { number: 1 });
     engine.report(rank(1), WorkerRequest::Weights { number: 1, answers: 1, live: [0xb; 16] });
-    assert_eq!(engine.proof("e1"), Some(Proof::Own), "it says what it holds, in a namespace of that");
+    assert_eq!(engine.proof("e1"), Some(Proof::Own), "it states its weights, in a namespace of their own");
 }
 
 #[test]

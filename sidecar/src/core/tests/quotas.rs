@@ -1,4 +1,4 @@
-//! Which blocks count to which quota.
+//! The quotas of blocks.
 
 use shm_protocol::pool::Remains;
 
@@ -29,7 +29,7 @@ fn save(engine: &mut Harness, log: u32, first: u32, count: u32) -> Saved {
 fn a_namespace_keeps_what_its_quota_has_room_for() {
     let mut engine = engine(&["02020202=1GiB", "c19a797f=16KiB", "others=1GiB"]);
     let saved = save(&mut engine, 1, 0, 6);
-    assert_eq!((saved.committed, saved.dropped), (4, 2), "what is being filled makes no room");
+    assert_eq!((saved.committed, saved.dropped), (4, 2), "a slot being filled makes no room");
     assert_eq!(used(&engine), [0, 4, 0]);
     assert_eq!(engine.query(1, 2, 0, 6).value, 4, "the head of the prefix is kept");
     engine.ask(SchedulerRequest::Release { log: 1 });
@@ -114,5 +114,5 @@ fn cache_groups_of_an_engine_have_one_share() {
     assert_eq!(engine.core.base.engines[30].holder, found[0]);
     engine.disconnect([21, 30]);
     engine.connect(31, Hello::new("g".into(), 1, Role::Scheduler { run: [31; 16] }));
-    assert_eq!(engine.core.base.engines[31].holder, found[0], "its number is given anew");
+    assert_eq!(engine.core.base.engines[31].holder, found[0], "its number is used again");
 }

@@ -80,7 +80,7 @@ fn leading_hits_are_not_asked_for() {
     assert_eq!(engine.ask_last(21, 0, 10), (6, vec![5]));
 }
 
-/// A forecast plays leading runs, and states are in none.
+/// The forecaster replays leading runs, and no run has states.
 #[test]
 fn a_log_of_states_is_in_no_forecast() {
     for last in [true, false] {
@@ -92,7 +92,7 @@ fn a_log_of_states_is_in_no_forecast() {
     }
 }
 
-/// Another engine is to compute the prompt's last state; if it does not come, a state before it is as good.
+/// Another engine is to compute the prompt's last state. If it does not come, a state before it is as good.
 #[test]
 fn who_awaits_asks_for_the_last_key_first() {
     let mut engine = keeping(&[2]);

@@ -1,11 +1,11 @@
-//! When what is over began, in milliseconds.
+//! The begins of ended operations, in milliseconds.
 
 use tiers::dram::LeaseEnd;
 
 use super::*;
 
 impl Harness {
-    /// What the last event ended.
+    /// The operations ended by the last event.
     pub(in crate::core) fn took(&mut self) -> Vec<(Timed, u64)> {
         let over = self.core.drain_over();
         over.map(|took| (took.what, took.since.as_millis() as u64)).collect()
@@ -91,5 +91,5 @@ fn a_request_that_is_over_is_told_of_with_what_it_asked_for_first() {
     engine.open(2, 0..5);
     engine.ask(SchedulerRequest::Close { log: 2, way: 0 });
     engine.event(Event::Tick);
-    assert_eq!(engine.core.drain_ended().count(), 0, "who does not ask leaves it");
+    assert_eq!(engine.core.drain_ended().count(), 0, "not taken, so dropped");
 }

@@ -1,22 +1,26 @@
-//! The standing check: what an engine has computed itself is compared with what is kept under the same keys.
+//! The standing check: blocks computed by an engine are compared with the blocks kept under the same keys.
 //!
-//! An engine computes the last blocks of some hits itself and saves them with `SAVE_CHECKED`. Their keys are kept, so the
-//! computed bytes go into slots that nobody finds, and are compared there.
+//! An engine computes the last blocks of some hits itself and saves them with `SAVE_CHECKED`. Their keys are
+//! kept, so the computed bytes go into slots no query finds, and are compared there.
 //!
-//! - Computed bytes come as those of any save do: after the step's fence, and compared only behind a drained ring. What was
-//!   cancelled, or not copied whole, is never compared.
-//! - Until a comparison has ended, both slots are its own: the kept block is held, the other one is being filled.
-//! - Without room, or where a block or a rank is gone, there is no verdict. Nothing is lost: the engine checks its next hit.
-//! - A contradiction is for [`super::doubts`] to judge. A wrong engine is barred: for the rest of its run the namespace is closed to it,
-//!   over new connections too, and its own blocks are removed.
-//! - Where more of the connected engines of a namespace are barred from it than served, and at least two are, nobody is
-//!   believed: all are barred, all that is kept is removed, and for runs that come later the namespace begins anew. Engines
-//!   that may not save count on neither side.
-//! - Bars are of this life. An engine checks its first hit of every connection, so the next life finds the same.
+//! - Computed bytes come as those of any save do: after the step's fence, and compared only behind a drained
+//!   ring. Cancelled blocks, and blocks not copied whole, are never compared.
+//! - Until a comparison has ended, both slots are its own: the kept block is held, the other one is being
+//!   filled.
+//! - Without room, or if a block or a rank is gone, there is no verdict. Nothing is lost: the engine checks
+//!   its next hit.
+//! - [`super::doubts`] judges a contradiction. A wrong engine is barred: for the rest of its run the
+//!   namespace is closed to it, over new connections too, and its own blocks are removed.
+//! - If more of a namespace's connected engines are barred from it than served, and at least two are, no
+//!   engine is believed: all are barred, all kept blocks are removed, and the namespace starts again for
+//!   later runs. Engines without permission to save count on neither side.
+//! - Bars are of this life. An engine checks its first hit of every connection, so the next life finds the
+//!   same.
 //!
-//! A removed block is gone from DRAM and found on no disk of this life, and no later life finds anything of its namespace that this
-//! one wrote to disks. Other pods keep what they have fetched: there the first hit of every engine is checked as well. It does not come
-//! back from them in this life: nobody is asked for a removed block, nor for any of a namespace that has begun anew.
+//! A removed block is gone from DRAM and found on no disk in this life; later lives find nothing of its
+//! namespace written to disks by this one. Other pods keep their fetched copies: there the first hit of every
+//! engine is checked as well. The copies do not come back in this life: no peer is asked for a removed block,
+//! or for any block of a namespace started again.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -33,11 +37,11 @@ use crate::core::engines::Proof;
 use crate::core::inspection::{Found, InspectedBlocks, Inspection};
 use crate::core::tier::Notice;
 
-/// Blocks of one engine under comparison at once: as many as a short check of 64 tokens has at most.
+/// Limit of one engine's blocks under comparison at once: the most a short check of 64 tokens has.
 const BLOCKS_MAX: usize = 64;
-/// Bytes of the same, unless one block is larger: threads that copy loads compare them, too.
+/// Limit of their bytes, unless one block is larger: the threads for copies of loads compare them, too.
 const BYTES_MAX: u64 = 256 << 20;
-/// The namespace of keys that nobody asks for: [`crate::core::namespaces::Namespaces`] never gives it out.
+/// The namespace of keys no engine asks for: [`crate::core::namespaces::Namespaces`] never gives it out.
 const SCRATCH: u32 = u32::MAX;
 
 /// The state of all checks.
@@ -46,11 +50,11 @@ pub(super) struct Checks {
     pub(super) running: BTreeMap<OpKey, Running>,
     /// Blocks under comparison, or on their way to it, by scheduler's session.
     checking: BTreeMap<SessionId, usize>,
-    /// The largest difference that was within its limit, as a part of that, by [`Number`].
+    /// The largest difference within its limit, as a part of that limit, by [`Number`].
     pub(super) largest: [f64; Number::ALL.len()],
 }
 
-/// A comparison that has not ended, and the end of its save.
+/// A running comparison, and the end of its save.
 #[derive(Debug)]
 pub(super) struct Running {
     binding: Binding,
@@ -67,7 +71,7 @@ pub(super) struct SaveChain {
     pub(super) keys: Vec<BlockHash>,
 }
 
-/// A computed block, and the kept one.
+/// A computed block, and the kept one of its key.
 #[derive(Copy, Clone, Debug)]
 pub(super) struct Pair {
     /// Position within the save.
@@ -76,24 +80,25 @@ pub(super) struct Pair {
     pub(super) computed: SlotRef,
 }
 
-/// An engine's KV against a kept chain.
+/// A difference of an engine's KV from a kept chain.
 #[derive(Debug)]
 struct Contradiction {
     binding: Binding,
     /// The first differing block, and the doubtful part of its chain.
     key: BlockKey,
     chain: BTreeSet<BlockKey>,
-    /// Keys of kept blocks: each may be the cause.
+    /// Keys of kept blocks, each a possible cause.
     suspected: BTreeSet<BlockKey>,
     worst: Difference,
 }
 
-/// Blocks of one engine that may be under comparison at once.
+/// Returns the limit of one engine's blocks under comparison at once.
 fn blocks_max(block_bytes: u64) -> usize {
     BLOCKS_MAX.min((BYTES_MAX / block_bytes.max(1)).max(1) as usize)
 }
 
-/// Whether a kept block of a checked save is compared, by its place among so many: some of a long save, evenly spread, and the last.
+/// True if the kept block at `place` of `count` in a checked save is compared: some of a long save, evenly
+/// spread, and the last.
 pub(super) fn is_chosen(place: usize, count: usize, block_bytes: u64) -> bool {
     let most = blocks_max(block_bytes);
     count <= most || (place + 1) * most / count > place * most / count
@@ -102,13 +107,13 @@ pub(super) fn is_chosen(place: usize, count: usize, block_bytes: u64) -> bool {
 // === impl Checks ===
 
 impl Checks {
-    /// A scheduler is gone.
+    /// Forgets a gone scheduler.
     pub(super) fn forget(&mut self, session: SessionId) {
         self.checking.remove(&session);
     }
 
-    /// Begins to check a block: holds what is kept under its key, and takes a slot for what was computed. `None`: there is no
-    /// verdict on it.
+    /// Begins to check a block: holds the block kept under its key, and takes a slot for the computed one.
+    /// `None`: it gets no verdict.
     pub(super) fn begin(
         &mut self,
         (session, op): OpKey,
@@ -149,12 +154,13 @@ impl Checks {
 // === impl Running ===
 
 impl Running {
-    /// The key of a pair.
+    /// Returns the key of a pair.
     fn key(&self, pair: usize) -> BlockKey {
         self.binding.key(&self.chain.keys[self.pairs[pair].place as usize])
     }
 
-    /// The keys of the chain without a witness if a pair differs: all behind the equal pair before it, or all.
+    /// Returns the keys of the chain without a witness if a pair differs: all behind the equal pair before
+    /// it, or all.
     fn doubtful(&self, pair: usize) -> BTreeSet<BlockKey> {
         let SaveChain { before, keys } = &self.chain;
         let equal = self.equal_before(pair);
@@ -162,15 +168,15 @@ impl Running {
         before.iter().chain(&keys[equal..]).map(|hash| self.binding.key(hash)).collect()
     }
 
-    /// The keys of kept blocks, each a possible cause of a pair's difference: the loaded ones, and those behind the equal pair before it
-    /// up to its own.
+    /// Returns the keys of kept blocks, each a possible cause of a pair's difference: the loaded ones, and
+    /// those behind the equal pair before it up to its own.
     fn suspected(&self, pair: usize) -> BTreeSet<BlockKey> {
         let SaveChain { before, keys } = &self.chain;
         let suspected = &keys[self.equal_before(pair)..=self.pairs[pair].place as usize];
         before.iter().chain(suspected).map(|hash| self.binding.key(hash)).collect()
     }
 
-    /// The number of keys up to the equal pair before this one, in the save.
+    /// Returns the number of the save's keys up to the equal pair before this one.
     fn equal_before(&self, pair: usize) -> usize {
         pair.checked_sub(1).map_or(0, |equal| self.pairs[equal].place as usize + 1)
     }
@@ -179,7 +185,7 @@ impl Running {
 // === impl Transfers ===
 
 impl Transfers {
-    /// The blocks of a save were copied and not cancelled: compares them, and tells of the save's end afterwards.
+    /// Compares the blocks of a save, copied and not cancelled. The engine gets the save's end afterwards.
     pub(super) fn compare(
         &mut self,
         save: OpKey,
@@ -190,7 +196,7 @@ impl Transfers {
         base: &mut Base,
     ) {
         let Some((_, rank)) = base.engines.ranks(save.0).next() else {
-            // Nobody is left to say what the bytes are.
+            // No rank is left to state the layers of the blocks.
             base.cx.stats.checks_undecided += 1;
             self.checks.end_all(save.0, &pairs, &mut base.cx);
             return self.tell_saved(save.0, end, &mut base.cx);
@@ -201,7 +207,7 @@ impl Transfers {
         self.checks.running.insert(save, Running { binding, chain, pairs, end });
     }
 
-    /// A comparison has ended.
+    /// Ends a comparison.
     pub(crate) fn compared(&mut self, save: OpKey, found: Found, queries: &mut Queries, base: &mut Base) {
         let running = self.checks.running.remove(&save).expect("a comparison ends once");
         let Running { binding, mut end, .. } = running;
@@ -237,7 +243,7 @@ impl Transfers {
         self.tell_saved(save.0, end, &mut base.cx);
     }
 
-    /// An engine's KV is not the kept one. An engine without a proof has no word.
+    /// Handles a difference of an engine's KV from the kept one. An engine without a proof is the wrong one.
     fn contradicts(
         &mut self,
         session: SessionId,
@@ -273,7 +279,7 @@ impl Transfers {
         )));
     }
 
-    /// An engine is wrong.
+    /// Bars a wrong engine, and removes its blocks.
     fn differs(
         &mut self,
         session: SessionId,
@@ -316,16 +322,16 @@ impl Transfers {
         self.saves.range_mut(operations(session)).for_each(|(_, save)| save.void_in(namespace));
     }
 
-    /// Nothing of the saves under way is kept in a namespace.
+    /// Voids the saves under way in a namespace: none of their blocks is kept.
     pub(crate) fn void_saves(&mut self, namespace: u32) {
         self.saves.values_mut().for_each(|save| save.void_in(namespace));
     }
 
-    /// Begins a namespace anew if most of its engines differ from what is kept.
+    /// Starts a namespace again if most of its engines differ from the kept blocks.
     fn retire(&mut self, binding: &Binding, queries: &mut Queries, base: &mut Base) {
         let space = binding.space();
         if base.cx.namespaces.known(space) != Some(binding.namespace) {
-            // It was forgotten, or has begun anew, since this engine was served in it.
+            // The namespace was forgotten, or started again, since this engine was served in it.
             return;
         }
         let (served, barred) = (base.engines.served_in(space), base.engines.barred_from(binding.namespace));
@@ -336,7 +342,7 @@ impl Transfers {
         for session in &served {
             self.bar(*session, binding, None, queries, base);
         }
-        // Of engines that have another namespace by now, too.
+        // Saves of engines with another namespace by now are void, too.
         self.void_saves(binding.namespace);
         base.cx.namespaces.retire(space);
         base.sources.tell_tiers(Notice::Distrusted(binding, true), &mut base.cx);
@@ -355,7 +361,7 @@ impl Transfers {
     }
 }
 
-/// Removes blocks. Returns the warning's words about peers.
+/// Removes blocks. Returns the part of a warning about peers.
 fn remove(keys: &BTreeSet<BlockKey>, binding: &Binding, base: &mut Base) -> String {
     base.sources.remove(keys, &mut base.cx);
     base.sources.tell_tiers(Notice::Distrusted(binding, false), &mut base.cx);
@@ -365,13 +371,13 @@ fn remove(keys: &BTreeSet<BlockKey>, binding: &Binding, base: &mut Base) -> Stri
     if keys.is_empty() { String::new() } else { kept_by_peers("these blocks", binding, base) }
 }
 
-/// A difference in words.
+/// Returns a difference in words.
 fn described(worst: Difference) -> String {
     let Difference { layer, number, amount } = worst;
     format!("{amount:.2e} in layer {layer} ({}; the limit is {:.0e})", number.name(), worst.limit())
 }
 
-/// What a warning says of peers, in a mesh, where what is removed here may be shared.
+/// Returns the part of a warning about peers; empty without a mesh, or for a private namespace.
 fn kept_by_peers(what: &str, binding: &Binding, base: &Base) -> String {
     if base.sources.mesh().is_none() || binding.is_private() {
         return String::new();

@@ -1,13 +1,15 @@
 //! Engines in doubt: the KV of such an engine contradicts a kept chain.
 //!
-//! - A contradicted chain goes at once, but for an equal beginning. All other blocks of its saver and step go, too, and all remembered
-//!   blocks upon these. A miss is always right.
-//! - One contradiction bars nobody. Its engine is in doubt: it loads, and none of its blocks is kept.
+//! - A contradicted chain is removed at once, but for an equal beginning. All other blocks of its saver and
+//!   step are removed, too, and all remembered blocks upon these. A miss is always right.
+//! - One contradiction bars no engine. Its engine is in doubt: it loads, and none of its blocks is kept.
 //! - An engine in doubt was right once it agrees with kept chains of two other sources.
-//! - An engine in doubt is wrong once no single run has a hand in all chains that it contradicts: the namespace is closed to it. One
-//!   fault may spoil many steps of a run, and chains upon these. A block of a forgotten saver may be of any run.
+//! - An engine in doubt is wrong once no single run has saved blocks of all chains contradicted by it: then
+//!   the namespace is closed to it. One fault may spoil many steps of a run, and chains upon these. A block
+//!   of a forgotten saver may be of any run.
 //! - A doubt ends by itself if no other chain is kept.
-//! - Few contradictions an hour remove a chain. A further one closes the namespace to its engine: a liar costs the others these few chains.
+//! - Few contradictions an hour remove a chain. A further one closes the namespace to its engine: an engine
+//!   with false contradictions costs the others these few chains.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::time::Duration;
@@ -22,9 +24,9 @@ const RECENT_MAX: usize = 65_536;
 const ENDED_MAX: usize = 4;
 /// Other chains in agreement with an engine in doubt, if it was right.
 pub(super) const WITNESSES: usize = 2;
-/// A doubt lasts so long at most.
+/// The longest time of a doubt.
 pub(super) const DOUBT_MAX: Duration = Duration::from_secs(240);
-/// Contradictions with a removal, and the time for so many.
+/// Limit of contradictions with a removal, and the time for so many.
 const REMOVALS_MAX: usize = 8;
 const REMOVALS_IN: Duration = Duration::from_secs(3600);
 
@@ -40,9 +42,9 @@ pub(super) enum SaveSource {
 /// The meaning of a contradiction.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum ContradictionVerdict {
-    /// Either may be wrong.
+    /// Either engine may be wrong.
     Doubt,
-    /// The engine is.
+    /// The contradicting engine is wrong.
     Wrong,
 }
 
@@ -92,7 +94,7 @@ struct Doubt {
 // === impl Doubts ===
 
 impl Doubts {
-    /// A save of a run's step has committed these blocks, each behind a parent.
+    /// Notes blocks committed by a save of a run's step, each behind a parent.
     pub(super) fn committed(
         &mut self,
         run: Run,
@@ -119,7 +121,7 @@ impl Doubts {
         self.savers.back_mut().expect("just pushed")
     }
 
-    /// The scheduler of a run is gone.
+    /// Notes the end of a run's scheduler.
     pub(super) fn end_session(&mut self, session: SessionId, run: Run) {
         self.open.remove(&session);
         let Some(at) = self.savers.iter().position(|saver| saver.run == run) else { return };
@@ -131,7 +133,7 @@ impl Doubts {
         }
     }
 
-    /// The last blocks of a run in a namespace, for the last time.
+    /// Takes the last blocks of a run out of the record, and returns those in a namespace.
     pub(super) fn take_recent(&mut self, run: Run, namespace: u32) -> BTreeSet<BlockKey> {
         let saver = self.savers.iter_mut().find(|saver| saver.run == run);
         let recent = saver.map(|saver| std::mem::take(&mut saver.recent)).unwrap_or_default();
@@ -143,7 +145,7 @@ impl Doubts {
         self.savers.clear();
     }
 
-    /// The source of a kept block: its last commit.
+    /// Returns the source of a kept block: its last commit.
     pub(super) fn source(&self, key: &BlockKey) -> SaveSource {
         let found = self.savers.iter().filter_map(|saver| {
             let found = saver.recent.iter().rev().find(|saved| saved.key == *key)?;
@@ -153,7 +155,8 @@ impl Doubts {
         last.map_or(SaveSource::Unknown(key.hash), |(_, source)| source)
     }
 
-    /// The runs that saved these kept blocks, unless one is forgotten. It looks at every remembered block.
+    /// Returns the runs of these kept blocks' savers, unless one is forgotten. It looks at every remembered
+    /// block.
     fn runs_of(&self, keys: &BTreeSet<BlockKey>) -> Option<BTreeSet<Run>> {
         let mut last: HashMap<BlockKey, (u64, Run)> = HashMap::new();
         for saver in &self.savers {
@@ -165,7 +168,7 @@ impl Doubts {
         (last.len() == keys.len()).then(|| last.into_values().map(|(_, run)| run).collect())
     }
 
-    /// All remembered blocks of a source in a namespace.
+    /// Returns all remembered blocks of a source in a namespace.
     pub(super) fn saved_with(&self, source: &SaveSource, namespace: u32) -> BTreeSet<BlockKey> {
         let SaveSource::Saved(run, step) = source else { return BTreeSet::new() };
         let savers = self.savers.iter().filter(|saver| saver.run == *run);
@@ -190,12 +193,12 @@ impl Doubts {
         }
     }
 
-    /// Whether an engine is in doubt in a namespace: none of its blocks is kept.
+    /// True if an engine is in doubt in a namespace: none of its blocks is kept.
     pub(super) fn holds(&self, session: SessionId, namespace: u32, now: Duration) -> bool {
         self.open.get(&session).is_some_and(|doubt| doubt.namespace == namespace && now < doubt.until)
     }
 
-    /// An engine's KV contradicts a kept block of this source, computed upon this chain and in the place of its end.
+    /// Judges a contradiction of an engine's KV to a kept block of this source, at the end of this chain.
     pub(super) fn contradict(
         &mut self,
         session: SessionId,
@@ -223,7 +226,7 @@ impl Doubts {
         ContradictionVerdict::Doubt
     }
 
-    /// An engine's KV agrees with the kept block of this key.
+    /// Counts an agreement of an engine's KV with the kept block of this key.
     pub(super) fn agree(&mut self, session: SessionId, run: Run, key: &BlockKey) {
         if !self.open.contains_key(&session) {
             return;
@@ -240,7 +243,7 @@ impl Doubts {
     }
 }
 
-/// The first bytes of a hash.
+/// Returns the first bytes of a hash.
 fn short(hash: &BlockHash) -> u64 {
     u64::from_le_bytes(*hash.0.first_chunk().expect("32 bytes"))
 }

@@ -1,8 +1,8 @@
-//! Loads: a promise that leased slots stay until every rank has them.
+//! Loads: leased slots stay until every rank has ended its part.
 //!
-//! A load under an early answer is parked as long as some of its blocks are on their way; those that have come are held until its end.
-//! It ends as any other once its last block is here, or is refused when one of them is late or not to be had. Of a refused
-//! load nothing was written.
+//! A load under an early answer waits (`Parked`) while some of its blocks are on their way; the arrived ones
+//! are held until its end. It goes on as any other load once its last block is here. It is refused if a block
+//! is late or not to be had: then nothing of it was written.
 
 mod phases;
 
@@ -22,24 +22,24 @@ use super::{
 use crate::core::arrivals::{WAIT_MS_MAX, Waiter};
 use crate::core::timing::{Part, Timed};
 
-/// One LOAD message, until every rank ended it.
+/// One LOAD message, until every rank has ended it.
 #[derive(Debug)]
 pub(super) struct Load {
     phase: LoadPhase,
     /// The parts of the ranks, by rank.
     parts: Vec<LoadPart>,
-    /// Operation of the query that promised its blocks: the parts of one prompt share it.
+    /// Operation of the query for its blocks: the parts of one prompt share it.
     promise: u64,
     posted: Duration,
     step: u64,
-    /// It may begin when the step before its own is done.
+    /// True if it may begin when the step before its own is done.
     early: bool,
-    /// Its step waits for it.
+    /// True if its step waits for it.
     pub(super) sync: bool,
     blocks: Vec<u32>,
     slots: Vec<SlotRef>,
     binding: Binding,
-    /// The last fence of blocks that ended parts of the same prompt have loaded from another engine.
+    /// The last fence of another engine's blocks, among those loaded by ended parts of the same prompt.
     fenced: Option<Duration>,
 }
 
@@ -50,7 +50,7 @@ impl Load {
         matches!(self.phase, LoadPhase::Parked { .. })
     }
 
-    /// Some rank waits for the begin of its copy.
+    /// True if some rank waits for the begin of its copy.
     fn is_unstarted(&self) -> bool {
         self.parts.contains(&LoadPart::Unstarted)
     }
@@ -113,11 +113,11 @@ impl Transfers {
         }
         self.loads.insert(key, load);
         self.pending(session).loads += 1;
-        // Parts that were reported before the load was read.
+        // These parts were reported before the load was read.
         for (rank, ok) in self.pending(session).take_early(asked.op) {
             self.change_part(key, rank, PartEvent::Reported(ok), &mut base.cx);
         }
-        // Parts of ranks that began the load's step before their present session.
+        // These ranks began the load's step before their present session.
         for (_, worker) in base.engines.ranks(session).filter(|(_, worker)| worker.since >= asked.step) {
             self.change_part(key, worker.rank, PartEvent::Reported(false), &mut base.cx);
         }
@@ -128,7 +128,7 @@ impl Transfers {
         Ok(())
     }
 
-    /// Starts the copies of a load on every rank that has joined and whose forward of that step may begin.
+    /// Starts the copies of a load on every joined rank whose memory may be written for its step.
     pub(super) fn dispatch_load(&mut self, key: OpKey, base: &mut Base) {
         let Some(load) = self.loads.get_mut(&key) else { return };
         let LoadPhase::Leased { ready: since, .. } = load.phase else { return };
@@ -143,7 +143,8 @@ impl Transfers {
             if !worker.by_engine && worker.start < load.step && !free {
                 continue;
             }
-            // Not the copier's to find: a GPU's batch that names memory which is not there ends the sidecar.
+            // The copier must not meet such a block: a GPU's batch with an address outside its memory ends
+            // the sidecar.
             let is_beyond = !worker.by_engine && load.blocks.iter().any(|block| *block >= worker.blocks);
             let copies = !worker.by_engine && !is_beyond;
             *part = part.after(if copies { PartEvent::CopyStarted } else { PartEvent::Left });
@@ -184,7 +185,7 @@ impl Transfers {
         }
     }
 
-    /// LOADED: a rank has ended its part itself, well or not.
+    /// LOADED: a rank has ended its part itself, well or not. Fails beyond the limit of early reports.
     pub(crate) fn loaded(
         &mut self,
         (session, rank): (SessionId, u32),
@@ -200,7 +201,8 @@ impl Transfers {
         Ok(())
     }
 
-    /// Takes a rank's part of a load into its next phase. The load ends with the last part. The operation may be none.
+    /// Takes a rank's part of a load into its next phase. The load ends with its last part. Without effect if
+    /// there is no such load.
     fn change_part(&mut self, key: OpKey, rank: u32, event: PartEvent, cx: &mut Context) {
         let Some(load) = self.loads.get_mut(&key) else { return };
         let before = load.parts[rank as usize];
@@ -238,7 +240,7 @@ impl Transfers {
         }
     }
 
-    /// Takes a load out of its phase, into the next one or to its end. Nothing else ends a load.
+    /// Takes a load into its next phase, or to its end. No other code ends a load.
     fn change_load(&mut self, key: OpKey, event: LoadEvent, cx: &mut Context) {
         let load = self.loads.remove(&key).expect("the caller found it");
         match load.phase.after(event) {
@@ -272,8 +274,8 @@ impl Transfers {
         self.pending.get_mut(&session).into_iter().for_each(|pending| pending.loads -= 1);
     }
 
-    /// A load is over whose prompt's blocks have this last fence, if they came from another engine: the prompt is handed over with its
-    /// last part.
+    /// Ends a part of a prompt with this last fence, if its blocks came from another engine. The handover
+    /// ends with the last part of the prompt.
     fn hand_over(&mut self, session: SessionId, promise: u64, fenced: Option<Duration>, cx: &mut Context) {
         let Some(since) = fenced else { return };
         let mut parts = self.loads.range_mut(operations(session)).map(|(_, load)| load);
@@ -283,8 +285,8 @@ impl Transfers {
         }
     }
 
-    /// A rank is gone, or is there again after it began step `last`: it needs nothing of loads up to there any more, once
-    /// no copy for it runs.
+    /// Ends a rank's part of all loads up to step `last`, once no copy for it runs: the rank is gone, or has
+    /// begun that step before its present session.
     pub(crate) fn end_loads_of_rank(
         &mut self,
         (session, rank): (SessionId, u32),
@@ -298,7 +300,7 @@ impl Transfers {
         }
     }
 
-    /// The engine is gone: its leases end as soon as no copy of this process reads them.
+    /// Ends the loads of a gone engine. Its leases end as soon as no copy of this process reads them.
     pub(super) fn abandon_loads(&mut self, session: SessionId, cx: &mut Context) {
         let keys: Vec<OpKey> = self.loads.range(operations(session)).map(|(key, _)| *key).collect();
         for key in keys {
@@ -309,12 +311,12 @@ impl Transfers {
         }
     }
 
-    /// Whether a load waits for blocks.
+    /// True if a load waits for blocks.
     pub(crate) fn is_parked(&self, key: OpKey) -> bool {
         self.loads.get(&key).is_some_and(Load::is_parked)
     }
 
-    /// A block of a parked load has ended, well if it can be held.
+    /// Handles the end of a block awaited by a load. The load is refused if the block cannot be held.
     pub(crate) fn tell(&mut self, key: OpKey, ended: Option<&BlockKey>, base: &mut Base) {
         let Some(load) = self.loads.get_mut(&key) else { return };
         let LoadPhase::Parked { missing, held } = &mut load.phase else { return };
@@ -327,13 +329,13 @@ impl Transfers {
         self.unpark(key, base);
     }
 
-    /// Begins a parked load all of whose blocks are here.
+    /// Begins a load once all of its blocks are here.
     fn unpark(&mut self, key: OpKey, base: &mut Base) {
         let Some(load) = self.loads.get(&key) else { return };
         let LoadPhase::Parked { missing: 0, held } = &load.phase else { return };
         debug_assert_eq!(held.len(), load.slots.len(), "all of its blocks are held");
         let (holder, scheduler) = (load.binding.whose.holder, &base.engines[key.0]);
-        // However much its engine has leased by now: what an early answer named is its load's.
+        // The engine's other leases do not matter: blocks of an early answer are for their load.
         let lease =
             base.cx.dram.promise_held(key.0, holder, scheduler.world_size, &load.slots, base.cx.now_ms);
         let Some(lease) = lease else { return self.refuse_parked(key, base) };
@@ -346,7 +348,7 @@ impl Transfers {
         self.dispatch_load(key, base);
     }
 
-    /// Time passed: loads that have waited for blocks as long as a question may are refused. The blocks come nevertheless.
+    /// Refuses loads that have waited for blocks as long as a question may. The blocks still arrive.
     pub(crate) fn refuse_late(&mut self, base: &mut Base) {
         let is_late =
             |load: &Load| load.is_parked() && base.cx.now >= load.posted + Duration::from_millis(WAIT_MS_MAX);
@@ -355,14 +357,15 @@ impl Transfers {
         late.into_iter().for_each(|key| self.refuse_parked(key, base));
     }
 
-    /// A block of a parked load is not to be had: nothing of it will be written.
+    /// Refuses a load, because one of its blocks is not to be had. Nothing of it will be written.
     fn refuse_parked(&mut self, key: OpKey, base: &mut Base) {
         self.change_load(key, LoadEvent::Refused, &mut base.cx);
         refuse(key, Status::Absent, base);
     }
 }
 
-/// Takes a load under an early answer that `named` these blocks: it waits for those that are not here.
+/// Takes a load under an early answer: it waits for those of its `named` blocks still on their way. Fails if
+/// a block is elsewhere than in its named slot.
 fn park(
     named: &[(BlockHash, SlotRef)],
     waiter: Waiter,
@@ -385,7 +388,7 @@ fn park(
     Ok(LoadPhase::Parked { missing, held })
 }
 
-/// Tells the ranks that wait for this process; the others find out by the slots' generations.
+/// Reports a refused load to ranks waiting for this process; the others find out by the slots' generations.
 fn refuse((session, op): OpKey, status: Status, base: &mut Base) {
     base.cx.stats.load_failures += 1;
     base.cx.stats.load_refusals += 1;

@@ -1,9 +1,9 @@
-//! Saves: slots filled from engine memory, committed only when nothing could have overwritten their source, and when the engine
-//! accepted the step that computed them. A fence that passed a step does not say that the step was done.
+//! Saves: slots filled from engine memory. A block is committed only if nothing could have overwritten its
+//! source, and if the engine accepted the step of it: a passed fence does not say the step was done.
 //!
-//! A save takes its slots when every rank has done its step, and its copies begin: one whose step never comes holds nothing. One for
-//! another engine takes them while its step runs, so that the other is told meanwhile and loads what came before. Its copies begin
-//! when the step is done, as any.
+//! A save takes its slots and begins its copies when every rank has done its step, so a save without its step
+//! holds nothing. A save for another engine takes its slots while its step runs: the other engine then knows
+//! early, and loads the blocks before them. Its copies, too, begin when the step is done.
 
 mod ends;
 mod phases;
@@ -28,25 +28,27 @@ use crate::core::engines::Proof;
 use crate::core::tier::Notice;
 use crate::core::timing::{Part, Timed};
 
-/// Slots are taken while a step runs where the last one for another engine took no longer: who awaits them waits 2 s at most.
+/// Slots are taken during a step if the last step for another engine took no longer: an engine waits for them
+/// 2 s at most.
 const STEP_MAX: Duration = Duration::from_millis(500);
 
-/// A SAVE that was read before every rank had joined: rings are read one after the other, and a rank joins in the step whose
-/// saves its scheduler has posted.
+/// A SAVE read before every rank had joined: rings are read one after the other, and a rank joins in the very
+/// step of its scheduler's first saves.
 #[derive(Debug)]
 pub(super) struct UnboundSave {
     posted: Duration,
     step: u64,
     acceptance: Acceptance,
-    /// Keys before the first one: all, where blocks are compared, else the last one.
+    /// Keys before the first one: all, if blocks are compared, otherwise the last one.
     before: Vec<BlockHash>,
-    /// Blocks that are kept already are compared with these.
+    /// True if kept blocks are compared with its blocks.
     checked: bool,
-    /// Another engine will load the blocks. So many had been kept for such engines when the request came.
+    /// `Some` if another engine will load the blocks: the number of blocks kept for such engines when the
+    /// request came.
     handover: Option<u64>,
-    /// Each key, and its block unless that was given up.
+    /// Each key with its block; `None` if the block was cancelled.
     blocks: Vec<(BlockHash, Option<u32>)>,
-    /// The last of them is a prompt's tail: anything lies behind its tokens.
+    /// True if the last block is a prompt's tail: any bytes may lie behind its tokens.
     tail: bool,
 }
 
@@ -58,12 +60,12 @@ pub(super) struct Save {
     step: u64,
     acceptance: Acceptance,
     aim: SaveAim,
-    /// Another engine will load the blocks; see [`UnboundSave`].
+    /// `Some` if another engine will load the blocks; see [`UnboundSave`].
     pub(super) handover: Option<u64>,
-    /// See [`UnboundSave`]; and all keys of the save.
+    /// The keys before the save, see [`UnboundSave`]; and all keys of the save.
     before: Vec<BlockHash>,
     keys: Vec<BlockHash>,
-    /// The last key is of a prompt's tail.
+    /// True if the last key is of a prompt's tail.
     tail: bool,
     /// Blocks with a slot.
     blocks: Vec<SaveBlock>,
@@ -78,13 +80,13 @@ enum SaveAim {
     Keep,
     /// Kept blocks are compared, the others are kept.
     CheckOrKeep,
-    /// Kept blocks are compared. The engine has not proven the others.
+    /// Kept blocks are compared, and the others dropped: the engine may not save them.
     Check,
 }
 
 #[derive(Copy, Clone, Debug)]
 struct Wanted {
-    /// Position within the save, by which CANCEL names it.
+    /// Position within the save, as in a CANCEL.
     index: u32,
     block: u32,
     hash: BlockHash,
@@ -92,27 +94,27 @@ struct Wanted {
 
 #[derive(Debug)]
 struct SaveBlock {
-    /// Position within the save, by which CANCEL names it.
+    /// Position within the save, as in a CANCEL.
     index: u32,
     block: u32,
     hash: BlockHash,
     slot: SlotRef,
-    /// The kept block that this one is to be compared with: nothing is committed then.
+    /// The kept block to be compared with this one: then nothing is committed.
     kept: Option<SlotRef>,
     cancelled: bool,
-    /// A number of it is not finite.
+    /// True if one of its numbers is not finite.
     broken: bool,
 }
 
 // === impl Save ===
 
 impl Save {
-    /// The key of a prompt's tail, if it has one.
+    /// Returns the key of the prompt's tail, if the save has one.
     fn tail(&self) -> Option<&BlockHash> {
         self.keys.last().filter(|_| self.tail)
     }
 
-    /// So many of its blocks are not kept, although the engine did not reuse them.
+    /// Counts blocks not kept, although the engine did not reuse them.
     fn drop_blocks(&mut self, count: u32) {
         self.end.dropped += count;
         if self.acceptance == Acceptance::Refused {
@@ -164,7 +166,7 @@ impl Transfers {
         Ok(())
     }
 
-    /// Takes a save whose blocks are known, to be begun with its step. What is kept already needs no copy.
+    /// Takes a save of a bound engine, to be begun with its step. Blocks already kept need no copy.
     fn accept_save(&mut self, key: OpKey, binding: Binding, asked: UnboundSave, base: &mut Base) {
         let UnboundSave { posted, step, acceptance, before, checked, handover, blocks: asked, tail } = asked;
         let keys: Vec<BlockHash> = asked.iter().map(|(hash, _)| *hash).collect();
@@ -229,7 +231,7 @@ impl Transfers {
         }
     }
 
-    /// An engine was bound, or barred: begins what has waited for that.
+    /// Begins the saves waiting for the binding of an engine, or drops them if it is barred.
     pub(crate) fn begin_unbound(&mut self, session: SessionId, base: &mut Base) {
         let binding = base.engines[session].binding().filter(|_| !base.cx.draining);
         for (key, save) in self.take_unbound(session) {
@@ -240,7 +242,7 @@ impl Transfers {
         }
     }
 
-    /// Ends what waits for the binding: its generation of the namespace, or its engine, is over.
+    /// Drops the saves waiting for a binding: the namespace's generation, or the engine, is over.
     pub(crate) fn drop_unbound(&mut self, session: SessionId, cx: &mut Context) {
         for (key, save) in self.take_unbound(session) {
             self.drop_save(key, &save, cx);
@@ -255,14 +257,14 @@ impl Transfers {
         saves
     }
 
-    /// So many blocks of a session's saves do not wait any more.
+    /// Counts so many blocks of a session's saves as no longer waiting.
     fn unwant(&mut self, session: SessionId, blocks: usize) {
         if let Some(pending) = self.pending.get_mut(&session) {
             pending.wanted -= blocks;
         }
     }
 
-    /// Ends a save of which nothing was begun.
+    /// Drops a save not begun yet, and reports its end.
     fn drop_save(&mut self, (session, op): OpKey, save: &UnboundSave, cx: &mut Context) {
         let dropped = save.blocks.iter().filter(|(_, block)| block.is_some()).count() as u32;
         let cancelled = save.blocks.len() as u32 - dropped;
@@ -274,8 +276,8 @@ impl Transfers {
         self.tell_saved(session, Saved { op, cancelled, dropped, ..Saved::default() }, cx);
     }
 
-    /// ACCEPT: the engine went on with the output of a step. What is whole of it is committed in this turn, behind the look at the
-    /// word that voids saves; earlier steps that it did not accept are void.
+    /// ACCEPT: the engine went on with the output of a step. Whole saves of it are committed in this turn,
+    /// after a look at the word for void saves. Earlier steps without an ACCEPT are refused.
     pub(crate) fn accept(&mut self, session: SessionId, step: u64, base: &mut Base) {
         for (op, acceptance) in self.pending(session).accept(step) {
             let key = (session, op);
@@ -289,7 +291,7 @@ impl Transfers {
 
     /// CANCEL: the engine is about to overwrite the sources of some blocks of a save.
     pub(crate) fn cancel(&mut self, session: SessionId, cancel: Cancel, base: &mut Base) {
-        // A save that has ended was committed before this CANCEL was posted: its bytes were whole.
+        // An ended save was committed before this CANCEL was posted: its bytes were whole.
         let key = (session, cancel.op);
         let range = cancel.from..cancel.from + cancel.count;
         if let Some(save) = self.unbound.get_mut(&key) {
@@ -308,8 +310,8 @@ impl Transfers {
         }
     }
 
-    /// Takes the slots of a save, and starts its copies once every rank has joined and passed the save's step. How many blocks it
-    /// took slots for, at most so many.
+    /// Takes slots for at most `claims_max` blocks of a save, and starts its copies once every rank has
+    /// joined and passed its step. Returns the number of these blocks.
     pub(super) fn dispatch_save(&mut self, key: OpKey, claims_max: usize, base: &mut Base) -> usize {
         let Some(Save { phase: SavePhase::Wanted { runs_since, .. }, step, .. }) = self.saves.get(&key)
         else {
@@ -345,7 +347,8 @@ impl Transfers {
         claims
     }
 
-    /// Whether a save is for another engine and its step runs on every rank, a short one as far as the last one says.
+    /// True if a save is for another engine, and its step runs on every rank and is short, judged by the last
+    /// one.
     fn may_claim_early(&mut self, key: OpKey, base: &Base) -> bool {
         let last = self.pending(key.0).handover_step;
         let save = self.saves.get_mut(&key).expect("the caller found it");
@@ -428,8 +431,8 @@ impl Transfers {
     }
 }
 
-/// Whether what an engine saves may be kept. One that has shown nothing is the first of its namespace where nothing is kept that
-/// its blocks could be compared with, here or anywhere; see [`crate::core::engines`].
+/// True if an engine's saves may be kept. An engine without a proof is the first of its namespace if no block
+/// is kept, here or elsewhere, to compare its blocks with; see [`crate::core::engines`].
 fn may_save(session: SessionId, binding: &Binding, checked: bool, base: &mut Base) -> bool {
     if base.engines.may_save(session) {
         return true;
@@ -445,20 +448,20 @@ fn may_save(session: SessionId, binding: &Binding, checked: bool, base: &mut Bas
     is_first
 }
 
-/// A block is not kept because its engine has not proven what it computes.
+/// Counts a block dropped because its engine has no proof.
 fn drop_unproven(end: &mut Saved, cx: &mut Context) {
     end.dropped += 1;
     end.unproven += 1;
     cx.stats.saves_unproven += 1;
 }
 
-/// The engine is in doubt.
+/// Counts a block dropped because its engine is in doubt.
 fn drop_doubted(end: &mut Saved, cx: &mut Context) {
     end.dropped += 1;
     cx.stats.saves_doubted += 1;
 }
 
-/// Whether a block needs no copy; one that a tier may lack is offered to it again.
+/// True if a block is kept and needs no copy. It is offered to tiers again: one may lack it.
 fn is_kept(binding: &Binding, hash: BlockHash, base: &mut Base) -> bool {
     let key = binding.key(&hash);
     let kept = base.cx.dram.probe(key.namespace, &[hash]) == 1;

@@ -34,7 +34,8 @@ impl Scans {
 // === impl Transfers ===
 
 impl Transfers {
-    /// Asks for a search of these slots, with the committed blocks among them. False: pages of mere bytes are not searched.
+    /// Begins a search of these slots, with the committed blocks among them. False: pages of mere bytes are
+    /// not searched.
     pub(super) fn scan(
         &mut self,
         save: OpKey,
@@ -62,7 +63,7 @@ impl Transfers {
         true
     }
 
-    /// A search has ended.
+    /// Ends a search. Committed blocks with a non-finite number are removed.
     pub(crate) fn scanned(&mut self, save: OpKey, broken: &[SlotRef], base: &mut Base) {
         let committed = self.scans.0.remove(&save).expect("a search ends once");
         if committed.is_empty() {
@@ -80,7 +81,7 @@ impl Transfers {
     }
 }
 
-/// So many blocks are not kept; the log names the engine at the first of all.
+/// Counts blocks dropped for a non-finite number; at the first of all, a warning names the engine.
 pub(super) fn count_broken(session: SessionId, blocks: u64, base: &mut Base) {
     if blocks == 0 {
         return;

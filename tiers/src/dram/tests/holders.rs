@@ -1,4 +1,4 @@
-//! What one holder may cost another.
+//! Limits of one holder's effect on another.
 
 use super::*;
 use crate::ledger::WORK_MS;

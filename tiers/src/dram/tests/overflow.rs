@@ -1,8 +1,8 @@
-//! A full pool gives up no more than what comes needs.
+//! A full pool evicts no more than a new block needs.
 
 use super::*;
 
-/// One in so many blocks more than there is room for.
+/// One in so many blocks beyond the room.
 const PART: u64 = 100;
 
 #[test]
@@ -22,7 +22,7 @@ fn one_percent_of_mixed_sizes_evicts_one_percent() {
     const SIZES: [u64; 4] = [4096, 10_000, 65_536, 600_000];
     let mut dram = tier(100);
     let size = |number: u64| SIZES[number as usize % SIZES.len()];
-    // Full is a pool in which no size has a free slot left: all of them evict.
+    // A pool is full if no size has a free slot left: all of them evict.
     let (mut evicting, mut next) = (0, 0);
     while evicting < SIZES.len() {
         let before = dram.stats().evicted_blocks_total;

@@ -1,4 +1,4 @@
-//! What a quota's blocks may take, and whose room it is.
+//! The limits of a quota's blocks, and whose room they take.
 
 use super::*;
 
@@ -14,7 +14,7 @@ fn keeps(dram: &Dram, numbers: std::ops::Range<u64>) -> usize {
     numbers.filter(|number| dram.find(7, 0, &hash(*number)).is_some()).count()
 }
 
-/// Half of a pool that no quota counts, and a quota of a hundred blocks that are there.
+/// Half of a pool outside of all quotas, and a full quota of a hundred blocks.
 fn at_its_quota() -> (Dram, QuotaId, std::ops::Range<u64>) {
     let mut dram = tier(2);
     let quota = dram.add_quota(100 * BLOCK + BLOCK / 2);
@@ -119,7 +119,7 @@ proptest! {
         let quotas = [Some(dram.add_quota(2_500_000)), Some(dram.add_quota(1_000_000)), None];
         let mut leases = Vec::new();
         for (number, group, act) in steps {
-            // A namespace has blocks of one size; the third one's are of another.
+            // A namespace has blocks of one size; the third one's blocks have another.
             let (number, bytes) = (number * 3 + group as u64, SIZES[group / 2]);
             let before: Vec<_> = (0..180).filter(|number| keeps(&dram, *number..number + 1) == 1).collect();
             let at_quota = quotas[group].is_some_and(|quota| {

@@ -1,4 +1,4 @@
-//! What goes first, and what a request's end does to its blocks.
+//! The order of eviction, and the effect of a request's end on its blocks.
 
 use super::*;
 use crate::standing::Sort;
@@ -8,7 +8,7 @@ fn sort(dram: &Dram, number: u64) -> Sort {
     dram.slab.entries.get(id).standing.sort()
 }
 
-/// A request for a chain: what is missing is filled; then it is over.
+/// A request for a chain: missing blocks are filled; then it is over.
 fn request(dram: &mut Dram, chain: &[u64]) {
     request_ending(dram, chain, Ending::default());
 }
@@ -149,7 +149,7 @@ fn a_block_enters_behind_its_parent_wherever_that_is() {
     fill_all(&mut dram, 10..11, 600_000);
     let child = dram.begin_fill(key(1), 600_000, Whose::default()).expect("room");
     assert!(dram.commit_behind(child, &key(0)));
-    // Three slots: what is last goes first.
+    // Three slots: the last block of a list goes first.
     for gone in [1, 0, 10] {
         fill(&mut dram, 20 + gone, 600_000);
         assert_eq!(dram.probe(7, &hashes(gone..gone + 1)), 0, "{gone}");
@@ -212,7 +212,7 @@ proptest! {
             let length = shared;
             let shared = (0..shared).map(|depth| head * 100 + depth);
             let own = (0..own).map(|depth| 10_000 + head * 1000 + conversation * 100 + depth);
-            // A conversation's blocks are behind other heads where the heads' lengths differ.
+            // A conversation's blocks are behind other heads if the heads' lengths differ.
             let chain: Vec<u64> = shared.chain(own.map(|number| number * 100 + length)).collect();
             parents.extend(chain.windows(2).map(|pair| (pair[1], pair[0])));
             (0..=again).for_each(|_| request(&mut dram, &chain));

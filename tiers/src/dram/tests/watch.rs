@@ -1,9 +1,9 @@
-//! The log of changes, replayed, is what can be found.
+//! The log of changes, replayed, gives the findable blocks.
 
 use super::*;
 use shm_protocol::random::Random;
 
-/// Takes the log over into what is known; a change that changes nothing is a fault.
+/// Applies the log to the known blocks; a change without effect is a fault.
 fn replay(dram: &mut Dram, known: &mut HashSet<u64>) {
     for (key, findable) in dram.drain_changes() {
         assert_eq!((key.namespace, key.group), (7, 0));
@@ -13,7 +13,7 @@ fn replay(dram: &mut Dram, known: &mut HashSet<u64>) {
     }
 }
 
-/// Fills, commits, abandons, holds, changes of block size, and quotas, over what an earlier life left.
+/// Fills, commits, abandons, holds, changes of block size, and quotas, over the blocks of an earlier life.
 #[test]
 fn the_log_replayed_is_what_can_be_found() {
     for seed in 0..40 {

@@ -1,4 +1,4 @@
-//! A pool of huge pages, where this user may reserve some.
+//! A pool of huge pages, if this user may reserve some.
 
 use std::process::Command;
 
@@ -8,10 +8,10 @@ const RESERVED: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages";
 const WANTED: u64 = 64;
 const PAGE: u64 = 2 << 20;
 
-/// More huge pages than there were, until the test ends.
+/// Additional huge pages, until the test ends.
 struct Reserved(u64);
 
-/// A hugetlbfs of the test's own.
+/// A hugetlbfs for the test alone.
 struct Mount(PathBuf);
 
 fn reserved() -> Option<u64> {
@@ -19,7 +19,7 @@ fn reserved() -> Option<u64> {
 }
 
 impl Reserved {
-    /// `None`, said loudly, where the machine does not allow it.
+    /// Returns `None`, with a note, if the machine does not allow it.
     fn new() -> Option<Self> {
         let skip = |why: String| {
             eprintln!("SKIPPED: huge pages are not tested here: {why}");
@@ -87,7 +87,7 @@ fn check_pool(path: Option<PathBuf>) -> Pool {
     pool
 }
 
-/// One test, since the pages are the machine's.
+/// One test, since the machine has one set of huge pages.
 #[test]
 fn a_pool_of_huge_pages() {
     let few = Config { bytes: 1 << 40, hugepages: true, ..config(None) };

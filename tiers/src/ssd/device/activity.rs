@@ -1,4 +1,4 @@
-//! One job under way: which transfers it needs, and what their bytes must say when they are back.
+//! One job under way: its transfers, and the checks of the bytes read by them.
 
 use rustix::io::Errno;
 use shm_protocol::blocks::Blocks;
@@ -9,37 +9,37 @@ use crate::ssd::format::{self, Distrusted, Header};
 use crate::ssd::opened::{Layout, Opened};
 use crate::ssd::{Fault, Label, Place, Work};
 
-/// Part of a job that a transfer belongs to; the low bits of its token.
+/// The part of a job moved by a transfer; the low bits of its token.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 #[repr(u64)]
 pub(crate) enum Part {
-    /// A buffer that begins with a structure of the format.
+    /// A buffer with a structure of the format at its begin.
     Head = 0,
     /// A block's bytes, in place.
     Body = 1,
-    /// The rest of a block's bytes, which direct I/O does not take in place.
+    /// The rest of a block's bytes, too unaligned for direct I/O in place.
     Tail = 2,
 }
 
-/// Bits of a token that name the part.
+/// Bits of a token for the part.
 pub(crate) const PART_BITS: u32 = 2;
 
 /// A job under way.
 #[derive(Debug)]
 pub(crate) struct Activity {
     work: Work,
-    /// Transfers that are not back.
+    /// Transfers in flight.
     pub(crate) pending: u32,
     pub(crate) fault: Option<Fault>,
-    /// Rounds that moved nothing.
+    /// Rounds that moved no byte.
     pub(crate) retries: u32,
-    /// Whether the second half, what is written after something was read or read after it was written, is under way.
+    /// True during the second half of a job: a write after a read, or a read after a write.
     second: bool,
     head: Option<Buffer>,
     tail: Option<Buffer>,
 }
 
-/// What jobs share: where things lie, the pool, and buffers of a unit that are free.
+/// Resources shared by jobs: the layout, the pool, and free buffers of a unit.
 #[derive(Debug)]
 pub(crate) struct Desk {
     pub(crate) layout: Layout,
@@ -50,14 +50,14 @@ pub(crate) struct Desk {
     units: Vec<Buffer>,
 }
 
-/// What was written into a segment in this life.
+/// The blocks written into a segment in this life.
 #[derive(Debug)]
 pub(crate) struct Footer {
     sequence: u64,
     entries: Vec<u8>,
 }
 
-/// Free buffers of one unit that are kept: about one for each job at a time.
+/// Most free buffers of one unit kept: about one for each job at a time.
 const UNITS_KEPT: usize = 64;
 
 // === impl Desk ===
@@ -99,7 +99,7 @@ impl Desk {
 
 // === impl Activity ===
 
-/// A buffer that begins with what `write` puts into it.
+/// Makes a buffer, filled from its begin by `write`.
 fn written(desk: &mut Desk, write: impl FnOnce(&mut [u8])) -> Result<Buffer, Errno> {
     let unit = desk.layout.unit();
     let mut buffer = desk.buffer(unit)?;
@@ -112,7 +112,7 @@ fn transfer(direction: Direction, part: Part, at: u64, memory: Memory, len: u32)
 }
 
 impl Activity {
-    /// Begins a job; the transfers it needs first go to `out`.
+    /// Begins a job; its first transfers go to `out`.
     pub(crate) fn begin(work: Work, desk: &mut Desk, out: &mut Vec<Transfer>) -> Result<Self, Fault> {
         let activity =
             Self { work, pending: 0, fault: None, retries: 0, second: false, head: None, tail: None };
@@ -127,7 +127,8 @@ impl Activity {
             Work::Write { place, sequence, label, from } => {
                 let bytes = desk.blocks.bytes(from, label.bytes as usize).ok_or(Errno::FAULT)?;
                 let header = Header { place, sequence, label, checksum: format::checksum(bytes) };
-                // Else the bytes may be none of the block's, and the checksum would call them right for ever.
+                // Otherwise the bytes may not be the block's bytes, and the checksum would confirm them
+                // permanently.
                 if !desk.blocks.is_whole() {
                     return Err(Errno::FAULT.into());
                 }
@@ -166,7 +167,7 @@ impl Activity {
         Ok(activity)
     }
 
-    /// A part is back.
+    /// Notes the end of one part's transfer.
     pub(crate) fn returned(&mut self, part: Part, memory: Memory, result: Result<(), Fault>) {
         if let Err(fault) = result {
             self.fault.get_or_insert(fault);
@@ -178,7 +179,8 @@ impl Activity {
         }
     }
 
-    /// All parts are back: what comes next, if the job is not over.
+    /// Continues the job after all its transfers have ended: returns the next transfer, or `None` if the job
+    /// is over.
     pub(crate) fn proceed(&mut self, desk: &mut Desk) -> Result<Option<Transfer>, Fault> {
         let next = match self.fault {
             Some(fault) => Err(fault),
@@ -234,7 +236,7 @@ impl Activity {
         }
     }
 
-    /// Whether what was read is what was asked for.
+    /// Fails unless the read bytes are the wanted block.
     fn verify(
         &self,
         desk: &Desk,
@@ -255,7 +257,7 @@ impl Activity {
     }
 }
 
-/// The header that a buffer begins with, if it is the one that is asked for.
+/// Returns the header at a buffer's begin; fails unless it is the wanted one.
 fn check(desk: &Desk, head: &Buffer, place: Place, sequence: u64, label: &Label) -> Result<Header, Fault> {
     let header = Header::read(&head.bytes()[..desk.layout.unit()], desk.layout.id);
     let header = header.ok_or(Fault::Corrupt("header"))?;
@@ -263,7 +265,7 @@ fn check(desk: &Desk, head: &Buffer, place: Place, sequence: u64, label: &Label)
     if same { Ok(header) } else { Err(Fault::Corrupt("label")) }
 }
 
-/// The transfers of a block's bytes, which lie behind its header.
+/// Makes the transfers of a block's bytes, behind its header.
 fn payload(
     direction: Direction,
     desk: &mut Desk,
@@ -292,7 +294,7 @@ fn payload(
     Ok(())
 }
 
-/// The footer of a segment, as one transfer.
+/// Makes the transfer of a segment's footer.
 fn seal(desk: &Desk, segment: u32, sequence: u64) -> Result<Transfer, Fault> {
     let layout = &desk.layout;
     let footer = desk.footers.get(&segment).filter(|footer| footer.sequence == sequence);
@@ -302,7 +304,7 @@ fn seal(desk: &Desk, segment: u32, sequence: u64) -> Result<Transfer, Fault> {
     Ok(transfer(Direction::Write, Part::Head, at, Memory::Own(buffer), len))
 }
 
-/// Verifies a block that was read whole and writes it elsewhere.
+/// Verifies a block that was read whole, and makes the transfer to its new place.
 fn rewrite(
     desk: &Desk,
     mut buffer: Buffer,

@@ -1,4 +1,4 @@
-//! Faults that no kernel gives on demand, put in where the carrier hands over the kernel's answers.
+//! Faults no kernel produces on demand, injected at the carrier's answers.
 
 #[path = "../../../tests/rig/mod.rs"]
 mod rig;
@@ -18,7 +18,7 @@ const BLOCK_BYTES: u64 = 40_000;
 
 type Answer = Box<dyn FnMut(&Transfer, i32) -> i32 + Send>;
 
-/// What the kernel is taken to have answered; may be changed at any time.
+/// The injected answers of the kernel; a test may change them at any time.
 #[derive(Clone, Default)]
 struct Answers(Arc<Mutex<Option<Answer>>>);
 
@@ -31,7 +31,7 @@ impl Answers {
         *self.0.lock().unwrap() = None;
     }
 
-    /// The first transfer of the given direction is answered so, all others truly.
+    /// Replaces the answer for the first transfer of the given direction; all others are real.
     fn once(&self, direction: Direction, errno: Errno) {
         let mut left = 1;
         self.are(move |transfer, result| {
@@ -186,7 +186,7 @@ fn a_failing_device_answers_miss_and_is_asked_again_later(backend: Backend) {
     assert!(rig.stats().devices[0].down);
     assert!(!rig.keeps(5) && rig.log.probe(0, 0, &[rig::key(5).hash]) == 0);
     assert_eq!(rig.begin_write(9, BLOCK_BYTES), Err(Refused::Down));
-    // The check fails as all else does.
+    // The check fails as all other jobs do.
     rig.ahead_ms += 1_000;
     let before = rig.faults(FaultKind::Io);
     rig.wait("a check", |rig| rig.faults(FaultKind::Io) > before);
@@ -262,7 +262,7 @@ fn what_is_distrusted_is_found_by_no_later_life(backend: Backend) {
     assert!(!(0..LATER).any(|number| rig.keeps(number)), "blocks that the life wrote before or after");
     assert!((LATER..LATER + 4).all(|number| rig.write(number, BLOCK_BYTES)));
     rig.log.distrust(0, rig::NAMESPACE, true);
-    // Those of engines that begin anew, in segments that begin later.
+    // Blocks saved after a new start of the namespace, in segments begun later.
     assert!((1000..1250).all(|number| rig.write(number, BLOCK_BYTES)));
     rig.settle();
     drop(rig);
@@ -313,7 +313,7 @@ fn superblock(path: &Path) -> Super {
     }
 }
 
-/// Makes these bytes alone a log's list of what is distrusted.
+/// Overwrites a log's list of distrusted blocks with these bytes.
 fn spoil_list(path: &Path, byte: u8) {
     let (superblock, mut bytes) = (superblock(path), std::fs::read(path).unwrap());
     let (unit, list) = (superblock.unit_bytes as usize, Distrusted::offset(superblock.unit_bytes) as usize);
@@ -344,7 +344,7 @@ fn a_log_with_a_damaged_list_of_what_is_distrusted_starts_empty(backend: Backend
     }
 }
 
-/// A device whose file was cut gives zeros; one that fails gives errors, for a while.
+/// A device with a cut file gives zeros; a failing one gives errors, for a while.
 fn what_cannot_be_read_at_the_start_is_not_taken_for_empty(backend: Backend) {
     let (folder, mut rig, _) = rig("unreadable", backend);
     assert!((0..4).all(|number| rig.write(number, BLOCK_BYTES)));
@@ -352,7 +352,7 @@ fn what_cannot_be_read_at_the_start_is_not_taken_for_empty(backend: Backend) {
     drop(rig);
     let plan = Plan { backend, ..Plan::new(&folder.file(), LOG_BYTES) };
     let mut rig = Rig::start(&plan, |opened, number, pool, ups| {
-        // The carrier has the device; recovery's own descriptor can write alone.
+        // The carrier has the device; recovery's own descriptor can only write.
         let wrong = std::fs::OpenOptions::new().write(true).open(folder.file()).unwrap();
         let recovered = ups.clone();
         let recovery = Recovery::new(

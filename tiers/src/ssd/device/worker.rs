@@ -1,4 +1,5 @@
-//! The thread of a device: takes jobs, keeps some in flight, continues and repeats transfers, tells what came of each.
+//! The thread of a device: takes jobs, keeps some in flight, continues and repeats transfers, and reports the
+//! end of each job.
 
 use std::collections::VecDeque;
 use std::sync::mpsc::{Receiver, TryRecvError};
@@ -12,16 +13,18 @@ use crate::io::carrier::Carrier;
 use crate::io::transfer::Transfer;
 use crate::ssd::{Done, Fault, Job, Up, Work};
 
-/// Jobs that are at the device at a time, of those that read and of those that write: enough to keep a fast one busy with
-/// blocks of some KiB.
+/// Most jobs of reads, and most jobs of writes, in the device at a time: enough to keep a fast device busy
+/// with blocks of some KiB.
 const JOBS_MAX: usize = 64;
-/// Bytes of theirs: what keeps a device busy with large blocks, and no read waits behind for long.
+/// Most bytes of these jobs: enough to keep a device busy with large blocks, and no read waits behind them
+/// for long.
 const BYTES_MAX: u64 = 32 << 20;
-/// Jobs under way: as many again are verified while others are at the device.
+/// Most jobs under way: others are verified while as many are in the device.
 const ACTIVE_MAX: usize = 4 * JOBS_MAX;
-/// Rounds of one job that may move nothing (EINTR, EAGAIN).
+/// Rounds of one job that may move no byte (EINTR, EAGAIN).
 const RETRIES_MAX: u32 = 64;
-/// The longest that a thread which should end waits for the kernel; below what who drops the device waits.
+/// The longest wait of an ending thread for the kernel; shorter than the wait of the thread that drops the
+/// device.
 const STOP_MAX: Duration = Duration::from_secs(4);
 
 /// A job that waits, or is under way.
@@ -49,13 +52,13 @@ pub(super) struct Worker {
     writes: Lane,
     active: Vec<Option<(Taken, Activity)>>,
     vacant: Vec<usize>,
-    /// Jobs whose transfers are back, to be looked at one by one: the device is given more to do in between.
+    /// Jobs whose transfers have ended, to be continued one by one: the device gets further jobs in between.
     back: VecDeque<usize>,
-    /// Transfers that the carrier has no room for yet.
+    /// Transfers beyond the carrier's room.
     backlog: VecDeque<Transfer>,
     fresh: Vec<Transfer>,
     stopping: Option<Instant>,
-    /// The carrier failed: nothing can be done any more.
+    /// Set once the carrier failed: no job can be done any more.
     broken: Option<Errno>,
 }
 
@@ -72,7 +75,7 @@ fn moves_block(work: &Work) -> bool {
     matches!(work, Work::Read { .. } | Work::Write { .. })
 }
 
-/// Bytes of a job that count against [`BYTES_MAX`].
+/// Returns the bytes of a job counted against [`BYTES_MAX`].
 fn bytes(work: &Work) -> u64 {
     match work {
         Work::Write { label, .. } | Work::Read { label, .. } | Work::Move { label, .. } => label.bytes.into(),
@@ -88,7 +91,7 @@ fn tell_done(tell: &Tell, device: usize, taken: &Taken, result: Result<(), Fault
 // === impl Lane ===
 
 impl Lane {
-    /// The next job, if the device may have one more.
+    /// Returns the next job, if the device may have one more.
     fn next(&mut self) -> Option<Taken> {
         if self.jobs >= JOBS_MAX || self.bytes >= BYTES_MAX {
             return None;
@@ -98,13 +101,13 @@ impl Lane {
         Some(taken)
     }
 
-    /// A job goes to the device a second time.
+    /// Counts a job that goes to the device, maybe a second time.
     fn again(&mut self, work: &Work) {
         self.jobs += 1;
         self.bytes += bytes(work);
     }
 
-    /// A job of it is at the device no more.
+    /// Counts a job that has left the device.
     fn left(&mut self, work: &Work) {
         self.jobs -= 1;
         self.bytes -= bytes(work);
@@ -133,8 +136,8 @@ impl Worker {
         }
     }
 
-    /// Serves until the device is dropped. What takes time, a checksum, is done once a round, after the device was given
-    /// what it may have.
+    /// Serves until the device is dropped. A round continues one job, since its checksum takes time, after
+    /// the device got its next jobs.
     pub(super) fn run(mut self) {
         loop {
             self.take();
@@ -174,7 +177,8 @@ impl Worker {
         self.vacant.len() == ACTIVE_MAX && self.writes.waiting.is_empty()
     }
 
-    /// Takes what was posted. Once nobody can post any more, what waits is given up, but for what no later life may find.
+    /// Takes posted jobs. Once no thread can post any more, waiting jobs are given up, except those of
+    /// distrusted blocks.
     fn take(&mut self) {
         loop {
             let job = if self.broken.is_some() && self.stopping.is_none() {
@@ -207,7 +211,7 @@ impl Worker {
         }
     }
 
-    /// Ends those jobs that wait.
+    /// Ends waiting jobs chosen by `which`.
     fn give_up(&mut self, fault: Fault, which: impl Fn(&Work) -> bool) {
         for lane in [&mut self.reads, &mut self.writes] {
             let (ended, left): (VecDeque<Taken>, _) =
@@ -232,7 +236,8 @@ impl Worker {
         if is_read(work) { &mut self.reads } else { &mut self.writes }
     }
 
-    /// Starts what reads the device may have, and one other job; whether there was one.
+    /// Starts as many reads as the device may have, and one other job. Returns true if there was such another
+    /// one.
     fn start_some(&mut self) -> bool {
         if let Some(errno) = self.broken {
             self.give_up(Fault::Io(errno), |_| true);
@@ -277,7 +282,7 @@ impl Worker {
         }
     }
 
-    /// A transfer is back: repeated, continued, or over.
+    /// Handles the end of a transfer: repeats it, continues it, or ends its part.
     fn returned(&mut self, mut transfer: Transfer, result: Result<u32, Errno>) {
         let at = (transfer.token >> PART_BITS) as usize;
         let unit = self.desk.layout.unit_bytes as u32;
@@ -293,7 +298,8 @@ impl Worker {
                 let short = Fault::Short { moved: transfer.moved.into(), wanted: transfer.len.into() };
                 match transfer.moved {
                     all if all == transfer.len => Ok(()),
-                    // Direct I/O goes on from whole units alone, and the end of a file stays its end.
+                    // Direct I/O continues at whole units alone, and a short read at the end of a file stays
+                    // short.
                     some if moved == 0 || !some.is_multiple_of(unit) => Err(short),
                     _ => return self.backlog.push_back(transfer),
                 }

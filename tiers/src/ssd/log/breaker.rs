@@ -1,15 +1,15 @@
-//! When a device is not asked any more, and when it is tried again.
+//! The breaker of a device: it stops the use of a failing device, and tries it again later.
 
 /// Faults in a row of one direction after which a device is taken for broken.
 const FAULTS_MAX: u32 = 4;
 /// The first wait before a tripped device is tried, milliseconds.
 const WAIT_MS_MIN: u64 = 1_000;
-/// The longest wait: what a device that was replaced costs at most.
+/// The longest wait: a replaced device is unused for at most so long.
 const WAIT_MS_MAX: u64 = 60_000;
-/// Jobs that must end well before the wait begins at its least again.
+/// Successful jobs since the last trip after which the wait is at its minimum again.
 const GOOD_JOBS: u32 = 64;
 
-/// Which way a job's bytes go.
+/// The direction of a job's bytes.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(super) enum Way {
     Read,
@@ -18,11 +18,11 @@ pub(super) enum Way {
 
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 enum State {
-    /// The device is asked.
+    /// The device is in use.
     Closed,
-    /// It is not, until then.
+    /// The device is not in use until then.
     Open { until_ms: u64 },
-    /// It is not, but a check is under way.
+    /// The device is not in use, and a check is under way.
     Trying,
 }
 
@@ -44,12 +44,12 @@ impl Breaker {
         Self { state: State::Closed, faults: [0; 2], wait_ms: WAIT_MS_MIN, good: 0, trips_total: 0 }
     }
 
-    /// Whether the device is asked for nothing.
+    /// True if the device is not in use.
     pub(super) fn is_open(&self) -> bool {
         self.state != State::Closed
     }
 
-    /// A job ended well.
+    /// Counts a successful job.
     pub(super) fn good(&mut self, way: Way) {
         self.faults[way as usize] = 0;
         self.good = self.good.saturating_add(1);
@@ -58,14 +58,15 @@ impl Breaker {
         }
     }
 
-    /// A job failed; whether the device is taken for broken from now on.
+    /// Counts a failed job. Returns true if the device is taken for broken from now on.
     pub(super) fn fault(&mut self, way: Way, now_ms: u64) -> bool {
         let faults = &mut self.faults[way as usize];
         *faults += 1;
         *faults >= FAULTS_MAX && self.trip(now_ms)
     }
 
-    /// The device is taken for broken; whether it was not before. Each time it is left alone for longer.
+    /// Takes the device for broken. Returns false if it was so before. Each wait is longer than the one
+    /// before.
     pub(super) fn trip(&mut self, now_ms: u64) -> bool {
         self.good = 0;
         let trips = self.state == State::Closed;
@@ -81,7 +82,7 @@ impl Breaker {
         self.wait_ms = (self.wait_ms * 2).min(WAIT_MS_MAX);
     }
 
-    /// Whether a check should begin now; then it is under way.
+    /// True if a check should begin now; then it is under way.
     pub(super) fn try_again(&mut self, now_ms: u64) -> bool {
         let due = matches!(self.state, State::Open { until_ms } if until_ms <= now_ms);
         if due {

@@ -1,5 +1,5 @@
-//! What a device is to be told that no later life may find: one namespace at a time, since each is one write to one place, and again
-//! until it is written.
+//! The distrusted namespaces a device must write down to hide their blocks from later lives: one at a time,
+//! since each is one write to one place, and again after a failure.
 
 use std::collections::VecDeque;
 
@@ -7,32 +7,32 @@ use shm_protocol::key::NamespaceDigest;
 
 use crate::ssd::Work;
 
-/// Milliseconds before a device is told again what it failed to write.
+/// Milliseconds before a failed write is tried again.
 const PAUSE_MS: u64 = 1_000;
 
 /// A namespace, and the sequence below which its blocks are distrusted.
 type Entry = (NamespaceDigest, u64);
 
-/// What one device was not told yet.
+/// The namespaces one device has not written down yet.
 #[derive(Debug, Default)]
 pub(super) struct Distrusts {
     waiting: VecDeque<Entry>,
-    /// The one that the device is being told.
+    /// The namespace being written.
     telling: Option<Entry>,
-    /// It is told nothing until then: it failed to write what it was told.
+    /// No write before this time: the last one failed.
     until_ms: u64,
 }
 
 // === impl Distrusts ===
 
 impl Distrusts {
-    /// A namespace is distrusted. What is said last of it stands.
+    /// Adds a distrusted namespace. Its last sequence counts.
     pub(super) fn add(&mut self, namespace: NamespaceDigest, before: u64) {
         self.waiting.retain(|(other, _)| *other != namespace);
         self.waiting.push_back((namespace, before));
     }
 
-    /// What the device is told next, unless it is being told something or just failed to write it.
+    /// Returns the next work, unless one is under way or just failed.
     pub(super) fn next(&mut self, now_ms: u64) -> Option<Work> {
         if self.telling.is_some() || now_ms < self.until_ms {
             return None;
@@ -41,7 +41,8 @@ impl Distrusts {
         self.telling.map(|(namespace, before)| Work::Distrust { namespace, before })
     }
 
-    /// The device was told, or is to be told again, soon: an orderly end waits for it.
+    /// Notes the end of a write. A failed one is tried again soon: an orderly end of the sidecar waits for
+    /// it.
     pub(super) fn told(&mut self, well: bool, now_ms: u64) {
         self.until_ms = if well { 0 } else { now_ms + PAUSE_MS };
         let again = self.telling.take().filter(|_| !well);
@@ -52,7 +53,7 @@ impl Distrusts {
         }
     }
 
-    /// Whether there is something that the device has not written.
+    /// True if the device has not written down all of them.
     pub(super) fn any(&self) -> bool {
         self.telling.is_some() || !self.waiting.is_empty()
     }

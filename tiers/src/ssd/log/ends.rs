@@ -1,4 +1,4 @@
-//! What the end of a device's job changes in the log, and what is done about jobs that are late.
+//! The effects of a job's end on the log, and the handling of late jobs.
 
 use shm_protocol::key::BlockKey;
 
@@ -8,11 +8,11 @@ use super::{Errand, Flight, Log};
 use crate::list::Spot;
 use crate::ssd::{Done, Ended, Fault, FaultKind, Place, Ticket, Work};
 
-/// A device works after an end within 1 of so many parts of the time of a late job.
+/// A device counts as working after a job's end within 1 of so many parts of the time of a late job.
 const MOVES_PART: u64 = 5;
 
 impl Log {
-    /// A job ended. What that means for the caller, if anything.
+    /// Handles a job's end. Returns the consequence for the caller, if there is one.
     pub fn done(&mut self, now_ms: u64, done: Done) -> Option<Ended> {
         self.now_ms = self.now_ms.max(now_ms);
         let flight = self.flights.remove(&done.ticket)?;
@@ -58,7 +58,7 @@ impl Log {
         ended
     }
 
-    /// Counts how a job ended, for metrics and the breaker.
+    /// Counts a job's end, for metrics and the breaker.
     fn count(&mut self, flight: &Flight, result: Result<(), Fault>) {
         if matches!(flight.errand, Errand::GiveUp) {
             return;
@@ -71,14 +71,15 @@ impl Log {
         };
         let Some(kind) = fault.kind() else { return };
         volume.stats.faults[kind as usize] += 1;
-        // A damaged block says nothing of its neighbours, nor does the list of what is distrusted, and a check's end is told apart.
+        // A damaged block is no sign of other damage, and neither is a failed list of distrusted blocks. A
+        // check's end is counted elsewhere.
         let tells = kind != FaultKind::Corrupt && !matches!(flight.errand, Errand::Check | Errand::Distrust);
         if tells && volume.breaker.fault(way, self.now_ms) {
             self.give_up(flight.device);
         }
     }
 
-    /// A device is taken for broken from now on: what it was not given yet ends, and its slots are free for others.
+    /// Gives a broken device up: its queued jobs end, and their slots are free for others.
     fn give_up(&mut self, device: usize) {
         self.issue(device, Errand::GiveUp, Work::GiveUp);
     }
@@ -91,7 +92,7 @@ impl Log {
             volume.stats.written_blocks_total += 1;
             volume.stats.written_bytes_total += u64::from(bytes);
         }
-        // Unless it was removed meanwhile.
+        // The block may have been removed meanwhile.
         let Some(id) = self.still_at(key, device, place) else { return };
         if ok { self.keep(id, Spot::Head) } else { self.forget(id) }
     }
@@ -127,7 +128,7 @@ impl Log {
         volume.moves -= 1;
         volume.segment(from.segment).reads -= 1;
         volume.written(to.segment, &mut self.wanted);
-        // A read that failed meanwhile has taken it out of the index.
+        // A failed read has taken the block out of the index meanwhile.
         let moving = |id: &u32| self.table.get(*id).state == State::Moving;
         let Some(id) = self.still_at(key, device, from).filter(moving) else { return };
         if !ok {
@@ -144,12 +145,12 @@ impl Log {
         volume.settle(to.segment, id, units);
     }
 
-    /// Time passes: breakers are tried again, late jobs trip theirs. Reads that have become late go to `late`: whoever
-    /// waits for them should be told "miss", while the slot stays the job's until its [`Ended::Read`]. A read is not late while its device
-    /// ends others.
+    /// Lets time pass: breakers are tried again, late jobs trip theirs. Newly late reads go to `late`: the
+    /// caller answers "miss" to their waiters, while the job owns the slot until its [`Ended::Read`]. A read
+    /// is not late while its device ends other jobs.
     pub fn tick(&mut self, now_ms: u64, late: &mut Vec<Ticket>) {
         self.now_ms = self.now_ms.max(now_ms);
-        // A device is not late for the time in which nobody looked: this process stood still.
+        // A device is not late for a time without ticks: this process stood still.
         if self.now_ms - self.ticked_ms > self.late_ms / 2 {
             for volume in &mut self.volumes {
                 volume.moved_ms = self.now_ms;

@@ -1,17 +1,17 @@
-//! In which order kept blocks go, and how many may be kept.
+//! The order in which kept blocks go, and the limits for their units.
 //!
-//! A block that DRAM keeps, too, is a copy. A block that DRAM gave up has the standing that it had there, and lies in a list of
-//! its sort: blocks come in the order in which DRAM gives them up, so that in a list a parent goes after its children.
+//! A block also kept in DRAM is a copy. A block evicted from DRAM keeps its standing and lies in a list of
+//! its sort: blocks enter in the order of DRAM's evictions, so in each list a parent goes after its children.
 
 use super::table::Table;
 use crate::dram::Judge;
 use crate::list::{List, Spot};
 use crate::standing::{SORTS, Standing};
 
-/// Blocks of the namespaces that count to one quota, or to none.
+/// Blocks of the namespaces of one quota, or of none.
 #[derive(Debug, Default)]
 struct Group {
-    /// Units that they may take.
+    /// Most units of the group.
     units_max: Option<u64>,
     units: u64,
     copies: List,
@@ -33,12 +33,12 @@ impl Order {
         Self { groups: vec![Group::default()], units: 0, copied: 0 }
     }
 
-    /// A further group, which may take so many units.
+    /// Adds a group with a limit of units.
     pub(super) fn add_group(&mut self, units_max: u64) {
         self.groups.push(Group { units_max: Some(units_max), ..Group::default() });
     }
 
-    /// Units of all blocks.
+    /// Returns the units of all blocks.
     pub(super) fn units(&self) -> u64 {
         self.units
     }
@@ -52,7 +52,7 @@ impl Order {
         }
     }
 
-    /// A block that is in no list.
+    /// Adds a block of no list.
     pub(super) fn enter(&mut self, table: &mut Table, id: u32, group: usize, units: u32, spot: Spot) {
         let standing = table.get(id).standing;
         self.list(group, standing).push(table, id, spot);
@@ -70,17 +70,18 @@ impl Order {
         for (count, more) in
             [(&mut self.groups[group].units, units), (&mut self.units, units), (&mut self.copied, copied)]
         {
-            *count = count.checked_add_signed(more).expect("what left had entered");
+            *count = count.checked_add_signed(more).expect("each block that left had entered");
         }
     }
 
-    /// Whether a group would have more than it may with so many units more.
+    /// True if a group would exceed its limit with so many units more.
     pub(super) fn is_over(&self, group: usize, more: u64) -> bool {
         let group = &self.groups[group];
         group.units_max.is_some_and(|most| group.units.saturating_add(more) > most)
     }
 
-    /// The block that goes next, of one group or of all: while copies take more than they may, the oldest of these.
+    /// Returns the next block to go, of one group or of all: while copies exceed their limit, the oldest
+    /// copy.
     pub(super) fn next(
         &self,
         table: &Table,

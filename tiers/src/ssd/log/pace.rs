@@ -1,40 +1,42 @@
-//! How much may wait to be read from a device: its reads of 2 s. More would delay others.
+//! A limit for the bytes of waiting reads of a device: as much as it reads in 2 s. More would delay other
+//! reads.
 
 use std::collections::VecDeque;
 
 use shm_protocol::layout::QUERY_WAIT_MS_MAX;
 
-/// Bytes of reads with which a device has enough to do, so that what it ends then is its rate.
+/// Bytes of reads that keep a device busy, so the bytes it then ends show its rate.
 const BUSY_BYTES: u64 = 32 << 20;
-/// Bytes that may always wait: enough for the rate to be taken again, also of a device that reads them in 20 ms.
+/// Bytes that may always wait: enough to measure the rate again, also of a device that reads them in 20 ms.
 const BYTES_MIN: u64 = 8 * BUSY_BYTES;
-/// Milliseconds over which a rate is taken. Shorter ones, of a device that has less to do then, are at least the shortest: the clock is
-/// the caller's, which may take several ends at once.
+/// Milliseconds of a window for a rate. A shorter window, of a device with less to do, has at least the
+/// minimum: the clock is the caller's own, and the caller may take several ends at once.
 const WINDOW_MS: u64 = 250;
 const WINDOW_MS_MIN: u64 = 10;
-/// Of so many windows the best one counts: in some a device rests, or the caller does.
+/// The best of so many windows counts: in some of them the device or the caller rests.
 const WINDOWS: usize = 8;
 
 /// The reads of one source.
 #[derive(Clone, Debug, Default)]
 pub struct Pace {
-    /// Bytes of reads that have not ended.
+    /// Bytes of reads under way.
     waiting: u64,
     window: Option<PaceWindow>,
-    /// Bytes that it would read while a query waits, at the rates of the last windows.
+    /// Bytes read in the time of a query's longest wait, at the rates of the last windows.
     reaches: VecDeque<u64>,
 }
 
-/// A time of a source with enough to do.
+/// A time of a busy source.
 #[derive(Copy, Clone, Debug)]
 struct PaceWindow {
     since_ms: u64,
     /// Bytes read by the last end.
     read: u64,
     last_ms: u64,
-    /// The longest time without an end. A source may end many reads nearly at once, and its window is no part of such a burst.
+    /// The longest time without an end. A source may end many reads nearly at once, and its window must be
+    /// longer than such a burst.
     gap_ms: u64,
-    /// Less than [`BUSY_BYTES`] wait by now: ends soon after the last one are counted, too.
+    /// True once less than [`BUSY_BYTES`] wait: ends soon after the last one are counted, too.
     ends: bool,
 }
 
@@ -49,7 +51,7 @@ impl PaceWindow {
         self.last_ms - self.since_ms
     }
 
-    /// The reads of 2 s, in bytes.
+    /// Returns the bytes read in 2 s at this rate.
     fn reach(&self) -> u64 {
         self.read * u64::from(QUERY_WAIT_MS_MAX) / self.took_ms().max(1)
     }
@@ -58,7 +60,7 @@ impl PaceWindow {
         self.took_ms() >= WINDOW_MS.max(2 * self.gap_ms)
     }
 
-    /// Whether the window ended before now, with the work of the source.
+    /// True if the window ended before now, since the source had too little work.
     fn has_ended(&self, now_ms: u64) -> bool {
         self.ends && now_ms > self.last_ms + WINDOW_MS_MIN
     }
@@ -67,24 +69,25 @@ impl PaceWindow {
 // === impl Pace ===
 
 impl Pace {
-    /// Whether a read would end in time if it may use 1 of `parts` of what may wait. Nothing is known of a device that was never busy.
+    /// True if a read would end in time when it may use 1 of `parts` of the limit. A device that was never
+    /// busy has no limit.
     pub fn takes(&self, bytes: u64, parts: u64) -> bool {
         self.waiting == 0
             || self.reach().is_none_or(|reach| self.waiting + bytes <= reach.max(BYTES_MIN) / parts)
     }
 
-    /// Bytes a millisecond, by the best of the last windows; none: it was never busy.
+    /// Returns the bytes a millisecond, by the best of the last windows; `None` if the source was never busy.
     pub fn rate(&self) -> Option<f64> {
         self.reach().map(|reach| reach as f64 / f64::from(QUERY_WAIT_MS_MAX))
     }
 
-    /// Of the last windows and of this one, once it is long enough.
+    /// Returns the best of the last windows and of this one, once it is long enough.
     fn reach(&self) -> Option<u64> {
         let this = self.window.filter(PaceWindow::is_whole);
         self.reaches.iter().copied().chain(this.map(|window| window.reach())).max()
     }
 
-    /// A read was asked for.
+    /// Notes the begin of a read.
     pub fn began(&mut self, bytes: u64, now_ms: u64) {
         if let Some(window) = self.window.take_if(|window| window.has_ended(now_ms)) {
             self.close_window(window);
@@ -95,7 +98,7 @@ impl Pace {
         }
     }
 
-    /// A read ended; whether its bytes were moved.
+    /// Notes the end of a read; `moved` is true if its bytes were moved.
     pub fn ended(&mut self, bytes: u64, moved: bool, now_ms: u64) {
         self.waiting -= bytes;
         let Some(mut window) = self.window.take().filter(|_| moved) else { return };
@@ -119,7 +122,7 @@ impl Pace {
         }
     }
 
-    /// The caller stood still: what ended meanwhile says nothing of the device.
+    /// Drops the window: the caller stood still, so ends meanwhile do not show the device's rate.
     pub fn stood_still(&mut self) {
         self.window = None;
     }
@@ -131,7 +134,7 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// Asks for all that is taken, in MiB, up to `most`; how many were.
+    /// Asks for reads of 1 MiB up to `most`, and returns the number of accepted ones.
     fn ask(pace: &mut Pace, most: u64, now_ms: u64) -> u64 {
         let mut taken = 0;
         while taken < most && pace.takes(MIB, 1) {
@@ -141,7 +144,7 @@ mod tests {
         taken
     }
 
-    /// The device reads so many MiB each millisecond, for `ms` or until nothing waits.
+    /// The device reads so many MiB each millisecond, for `ms` or until no read waits.
     fn read(pace: &mut Pace, now_ms: &mut u64, ms: u64, mib: u64) {
         let until_ms = *now_ms + ms;
         while *now_ms < until_ms && pace.waiting > 0 {
@@ -175,7 +178,7 @@ mod tests {
         now_ms += 1_000;
         read(&mut pace, &mut now_ms, 60_000, 4);
         assert!((8_000..8_100).contains(&ask(&mut pace, 10_000, now_ms)));
-        // Each eighth of its milliseconds from then on.
+        // From then on it reads in an eighth of its former rate.
         for _ in 0..1_000 {
             now_ms += 31;
             read(&mut pace, &mut now_ms, 1, 4);

@@ -1,4 +1,5 @@
-//! Which blocks of an old segment stay and which go; and those that earlier lives left.
+//! Reclamation: the blocks of an old segment are moved or dropped. Also the adoption of blocks left by
+//! earlier lives.
 
 use shm_protocol::key::{BlockKey, NamespaceDigest};
 
@@ -9,15 +10,15 @@ use crate::list::Spot;
 use crate::ssd::{FaultKind, Place, Recovered, Work};
 use crate::standing::Standing;
 
-/// Blocks that one call of reclamation looks at: some 20 us.
+/// Most blocks looked at by one call of reclamation: some 20 us.
 const RECLAIM_STEPS: u32 = 64;
-/// Blocks of a device that move at a time: their buffers are the device's own.
+/// Most blocks of a device moving at a time: their buffers are the device's own.
 const MOVES_MAX: u32 = 4;
 
 // === impl Log: reclamation and recovery ===
 
 impl Log {
-    /// Goes on with reclaiming a segment, if one is to be: a few blocks at a time.
+    /// Continues the reclamation of a segment, if one is due: a few blocks at a time.
     pub(super) fn reclaim(&mut self, device: usize) {
         for _ in 0..RECLAIM_STEPS {
             let volume = &mut self.volumes[device];
@@ -69,8 +70,8 @@ impl Log {
         self.issue(device, Errand::Move { key, from, to, bytes }, work);
     }
 
-    /// Blocks that earlier lives left on a device. `number` gives the number, in this life, of a namespace's blocks
-    /// of one size in bytes, or `None` where they are not to be found.
+    /// Takes over blocks left by earlier lives on a device. `number` returns the number, in this life, of a
+    /// namespace's blocks of one size in bytes, or `None` to hide them.
     pub fn recovered(
         &mut self,
         found: &Recovered,
@@ -110,8 +111,8 @@ impl Log {
         }
     }
 
-    /// Of two copies of a block the later one is kept: segments come newest first, and the blocks of one in the order in which they
-    /// were written.
+    /// Keeps the later of two copies of a block: segments come newest first, and the blocks of one in the
+    /// order of their writes.
     fn take_over(&mut self, device: usize, key: BlockKey, place: Place, bytes: u32, sequence: u64) {
         let volume = &mut self.volumes[device];
         let units = volume.units(bytes);
@@ -135,7 +136,7 @@ impl Log {
         self.volumes[device].stats.recovered_blocks_total += 1;
         self.enter(id, key, device, place, bytes, State::Kept);
         self.table.get_mut(id).standing = Standing::RECOVERED;
-        // The next ones are older.
+        // The next segments are older.
         self.keep(id, Spot::Tail);
     }
 }

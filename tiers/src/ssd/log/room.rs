@@ -1,4 +1,4 @@
-//! Room: what goes so that another block has a place, and what DRAM says of blocks that come and go there.
+//! Room for new blocks on the disks, and the disks' knowledge of DRAM's blocks.
 
 use shm_protocol::key::{BlockKey, NamespaceDigest};
 
@@ -8,15 +8,17 @@ use crate::dram::{Dram, Judge, QuotaId};
 use crate::list::Spot;
 use crate::standing::Standing;
 
-/// Blocks that go for one that comes, at most: one, unless sizes differ.
+/// Most blocks dropped for one new block: one is enough, unless sizes differ.
 const DROPS_MAX: u32 = 64;
-/// The part of a room that has place for copies of all that DRAM has; in a smaller one they may take that part of DRAM's size.
+/// Copies of all blocks in DRAM have place if the room has at least so many times DRAM's size. In a smaller
+/// room copies may take 1 of so many parts of DRAM's size.
 const COPIES_PART: u64 = 8;
 
 // === impl Log: room ===
 
 impl Log {
-    /// Makes this a tier below `dram`, before the first block comes. A quota may take the part of this room that it may of DRAM's.
+    /// Makes this a tier below `dram`, before the first block comes. A quota's limit here is the same part of
+    /// the room as of DRAM.
     pub fn put_below(&mut self, dram: &mut Dram) {
         let (room, pool) = (self.room_bytes(), dram.config().pool_bytes);
         dram.add_below(room);
@@ -27,13 +29,13 @@ impl Log {
         quotas.into_iter().for_each(|units_max| self.order.add_group(units_max));
     }
 
-    /// What a namespace's blocks say on a device, and what they count to. What was said first stands.
+    /// Stores the digest and the quota of a namespace's blocks. The first statement stands.
     pub fn learn(&mut self, namespace: u32, digest: NamespaceDigest, quota: Option<QuotaId>) {
         self.digests.entry(namespace).or_insert(digest);
         self.groups.entry(namespace).or_insert(quota.map_or(0, |quota| quota.index() + 1));
     }
 
-    /// What a namespace's blocks say on a device, if that was said.
+    /// Returns the digest of a namespace, if stated.
     pub fn digest(&self, namespace: u32) -> Option<NamespaceDigest> {
         self.digests.get(&namespace).copied()
     }
@@ -42,7 +44,7 @@ impl Log {
         self.groups.get(&namespace).copied().unwrap_or(0)
     }
 
-    /// Units that blocks may take: cleaning needs the rest.
+    /// Returns the most units of blocks: moves need the rest.
     fn units_max(&self) -> u64 {
         self.volumes.iter().map(|volume| volume.units_max()).sum()
     }
@@ -56,7 +58,8 @@ impl Log {
         u32::try_from(bytes).map_or(u64::MAX, |bytes| units(bytes).into())
     }
 
-    /// Makes room for a block, unless there is: what goes next goes. False where nothing may.
+    /// Makes room for a block by dropping the next blocks to go, if there is none. Returns false if no block
+    /// may go.
     pub fn make_room(&mut self, namespace: u32, bytes: u64, judge: Judge<'_>) -> bool {
         let (more, group, most) = (self.units_of(bytes), self.group(namespace), self.units_max());
         for _ in 0..DROPS_MAX {
@@ -72,8 +75,8 @@ impl Log {
         false
     }
 
-    /// Whether there is room for a copy of a block that DRAM keeps for now: nothing that DRAM lacks goes for one, unless the room has
-    /// place for copies of all.
+    /// True if there is room for a copy of a block in DRAM. Only a room with place for copies of all blocks
+    /// drops other blocks for a copy.
     pub fn has_room_for_copy(&self, namespace: u32, bytes: u64) -> bool {
         let more = self.units_of(bytes);
         self.copies_max.is_none()
@@ -81,25 +84,25 @@ impl Log {
                 && !self.order.is_over(self.group(namespace), more)
     }
 
-    /// DRAM is about to go with all that it has: copies may take what they need.
+    /// Ends the limit of copies: DRAM's content is about to go.
     pub fn keep_copies(&mut self) {
         self.copies_max = None;
     }
 
-    /// DRAM gave a block up.
+    /// Notes that DRAM has evicted a block.
     pub fn left(&mut self, key: &BlockKey, standing: Standing) {
         let id = self.find(key).filter(|id| self.table.get(*id).state != State::Writing);
         id.into_iter().for_each(|id| self.stand(id, standing.left()));
     }
 
-    /// DRAM has a block; whether it is kept here, too, or on its way.
+    /// Notes that DRAM has a block. Returns true if it is kept here, too, or on its way.
     pub fn came(&mut self, key: &BlockKey) -> bool {
         let Some(id) = self.find(key) else { return false };
         if self.table.get(id).state == State::Writing {
             return true;
         }
         self.stand(id, Standing::ABOVE);
-        // On a device that is gone it is of no use.
+        // A block on a failed device is of no use.
         self.readable(id)
     }
 
@@ -110,7 +113,7 @@ impl Log {
         self.order.enter(&mut self.table, id, group, units, Spot::Head);
     }
 
-    /// What was known of a block when DRAM gave it up.
+    /// Returns the standing of a block at its eviction from DRAM.
     pub fn standing(&self, key: &BlockKey) -> Option<Standing> {
         let standing = self.table.get(self.find(key)?).standing;
         (standing != Standing::ABOVE).then_some(standing)

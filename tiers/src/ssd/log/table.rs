@@ -1,4 +1,4 @@
-//! Entries of blocks: 64 bytes each, in chunks, so that growing moves none.
+//! Entries of blocks: 64 bytes each, in chunks, so growing moves none.
 
 use shm_protocol::key::{BlockHash, BlockKey};
 
@@ -9,23 +9,23 @@ use crate::standing::Standing;
 /// Entries of a chunk: 256 KiB.
 const CHUNK: usize = 4096;
 
-/// What is known of a block.
+/// The state of a block.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 #[repr(u8)]
 pub(super) enum State {
     /// The entry is free.
     Vacant,
-    /// On its way to the device: not found yet.
+    /// The block is on its way to the device: not found yet.
     Writing,
     Kept,
-    /// On the device, and on its way to another place there.
+    /// The block is on the device, and on its way to another place there.
     Moving,
 }
 
 #[derive(Clone, Debug)]
 pub(super) struct Entry {
     pub(super) key: BlockKey,
-    /// In the list of its standing, unless it is being written; in the list of free entries.
+    /// Link of the list of its standing, unless it is being written; or of the list of free entries.
     link: Link,
     pub(super) segment: u32,
     pub(super) unit: u32,
@@ -62,7 +62,7 @@ impl Table {
         &self.chunks[id as usize / CHUNK][id as usize % CHUNK]
     }
 
-    /// Loads a word of an entry, if there is such: a prefetch in safe code.
+    /// Loads a word of an entry, if there is one: a prefetch in safe code.
     #[inline]
     pub(super) fn touch(&self, id: u32) -> u32 {
         let chunk = self.chunks.get(id as usize / CHUNK);
@@ -74,13 +74,13 @@ impl Table {
         &mut self.chunks[id as usize / CHUNK][id as usize % CHUNK]
     }
 
-    /// Keys of the blocks in a chunk; `None` behind the last one.
+    /// Returns the keys of the blocks in a chunk; `None` behind the last chunk.
     pub(super) fn keys_of(&self, chunk: usize) -> Option<impl Iterator<Item = &BlockKey>> {
         let entries = self.chunks.get(chunk)?.iter();
         Some(entries.filter(|entry| entry.state != State::Vacant).map(|entry| &entry.key))
     }
 
-    /// Takes a free entry; `None` where all numbers are used.
+    /// Takes a free entry; `None` if all numbers are used.
     pub(super) fn take(&mut self) -> Option<u32> {
         if self.free.tail().is_none() {
             self.grow()?;
@@ -102,7 +102,7 @@ impl Table {
         Some(())
     }
 
-    /// An entry that is in no list is free again.
+    /// Frees an entry of no list.
     pub(super) fn put_back(&mut self, id: u32) {
         self.get_mut(id).state = State::Vacant;
         let mut free = std::mem::take(&mut self.free);

@@ -1,4 +1,5 @@
-//! The log over model devices, which carry jobs out in any order and fail at will, and check at each that it is sound.
+//! The log over model devices. They carry jobs out in any order, fail at will, and check the soundness of
+//! each job.
 
 use std::collections::BTreeMap;
 
@@ -15,21 +16,21 @@ const SEGMENT: u64 = 16 * UNIT;
 const SEGMENTS: u32 = 6;
 const KEYS: u64 = 60;
 
-/// A device that holds what was written, by segment.
+/// A device with its written blocks, by segment.
 #[derive(Default)]
 struct Model {
-    /// Sequence, whether it was sealed, and blocks by unit.
+    /// Sequence, true once it was sealed, and blocks by unit.
     segments: BTreeMap<u32, (u64, bool, BTreeMap<u32, Label>)>,
     sequence: u64,
 }
 
-/// A log, its devices, and jobs that were given out.
+/// A log, its devices, and issued jobs.
 struct World {
     random: Random,
     log: Log,
     models: Vec<Model>,
     jobs: Vec<Job>,
-    /// Slots that jobs have, and the key each is for.
+    /// Slots owned by jobs, and the key of each.
     slots: BTreeMap<u64, BlockKey>,
     next_slot: u64,
     now_ms: u64,
@@ -46,7 +47,7 @@ fn key(number: u64) -> BlockKey {
     BlockKey { namespace: number as u32 % 3, group: number as u32 % 2, hash }
 }
 
-/// A block has the same bytes whenever it is written.
+/// A block has the same number of bytes at every write.
 fn bytes(key: &BlockKey) -> u64 {
     (key.hash.words()[0] * 3571) % (5 * UNIT) + 1
 }
@@ -60,7 +61,7 @@ fn config(devices: usize, life: u64) -> Config {
 // === impl Model ===
 
 impl Model {
-    /// A block may be written here: in an open segment, over nothing of it, leaving room for the footer.
+    /// Writes a block after checks: into an open segment, over no other block, with room left for the footer.
     fn put(&mut self, place: Place, sequence: u64, label: Label) {
         let (begun, sealed, blocks) = self.segments.get_mut(&place.segment).expect("begun");
         assert!(*begun == sequence && !*sealed, "written where nothing may be");
@@ -102,7 +103,7 @@ impl Model {
     }
 }
 
-/// Segments that a job needs as they are.
+/// Returns the segments a job needs unchanged.
 fn needs(work: &Work) -> Vec<u32> {
     match *work {
         Work::Begin { segment, .. } | Work::Seal { segment, .. } => vec![segment],
@@ -124,7 +125,7 @@ impl World {
         world
     }
 
-    /// Takes what the log wants done, and checks that no segment is begun or sealed under another job.
+    /// Takes the log's jobs, and checks that no segment is begun or sealed under another job.
     fn take_jobs(&mut self) {
         for job in self.log.drain_jobs() {
             let others = self.jobs.iter().filter(|other| other.device == job.device);
@@ -230,7 +231,7 @@ impl World {
         self.take_jobs();
     }
 
-    /// Carries out every job there is, and those that follow.
+    /// Carries out every job, and those that follow.
     fn end_jobs(&mut self) {
         self.take_jobs();
         while !self.jobs.is_empty() {
@@ -248,7 +249,7 @@ impl World {
         self.take_jobs();
     }
 
-    /// The sidecar dies with what is in flight, and another starts on what lies there.
+    /// Kills the sidecar with its jobs in flight, and starts another one over the disks.
     fn restart(&mut self) {
         self.jobs.clear();
         self.slots.clear();
@@ -279,7 +280,7 @@ impl World {
         self.take_jobs();
     }
 
-    /// Lets everything end well; then what can be found is what is counted.
+    /// Lets all jobs end well; then the counters match the findable blocks.
     fn settle(&mut self) {
         self.failing = false;
         for _ in 0..10_000 {
@@ -352,11 +353,11 @@ impl World {
     }
 }
 
-/// Steps in which a log that ever makes room has made it: some for each of its units.
+/// Steps in which a log makes room, if it ever does: some for each of its units.
 const STEPS: usize = 500;
 
 impl World {
-    /// Takes up to [`STEPS`] steps; whether that was enough.
+    /// Takes up to [`STEPS`] steps. Returns false if these were too few.
     fn steps_until(&mut self, mut over: impl FnMut(&mut Self) -> bool) -> bool {
         (0..STEPS).any(|_| {
             let is_over = over(self);
@@ -367,12 +368,12 @@ impl World {
     }
 }
 
-/// A reclamation moves seven eighths of a segment at most and takes an eighth at least of units whose blocks went, which come from
-/// writes alone. So at most seven units move for each that is written.
+/// A reclamation moves at most seven eighths of a segment and needs at least an eighth of gone units, and
+/// only writes make units gone. So at most seven units move for each written one.
 #[test]
 fn every_block_is_taken_in_the_end_and_seven_units_move_for_one_at_most() {
     let mut moved_units = 0;
-    // Of 14 units that a segment has for blocks; those of 8 leave 6 empty, which no move gains.
+    // A segment has 14 units for blocks; blocks of 8 leave 6 empty, and no move gains these.
     for sizes in [&[8][..], &[2], &[5], &[13], &[3, 9], &[2, 4, 11]] {
         for makes_room in [true, false] {
             let mut world = World::new(6, 1);
@@ -523,7 +524,7 @@ fn a_late_read_is_told_once_and_its_slot_comes_back_with_its_end() {
 fn what_would_be_read_too_late_is_refused_until_others_have_ended() {
     let mut world = World::new(5, 1);
     world.keep_block_0();
-    // Of 1 GiB three quarters were read, in 15 s.
+    // Three quarters of 1 GiB were read, in 15 s.
     const QUARTER: u64 = 256 << 20;
     let pace = &mut world.log.volumes[0].pace;
     (0..4).for_each(|_| pace.began(QUARTER, 0));
@@ -609,7 +610,7 @@ fn what_could_not_be_read_is_written_over_after_all_that_could() {
         segments_read: 4,
         last: false,
     };
-    // All of one, and a part of another.
+    // All blocks of one namespace, and a part of another.
     let label = |number| Label { namespace: digest(0), group: 0, hash: key(number).hash, bytes: 100 };
     log.recovered(&Recovered { segment: 1, ..found.clone() }, number);
     log.recovered(

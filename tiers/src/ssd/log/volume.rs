@@ -1,4 +1,4 @@
-//! One device as the log sees it: its segments, and where the next block goes.
+//! One device as seen by the log: its segments, and the place of the next block.
 
 use std::collections::VecDeque;
 
@@ -9,28 +9,29 @@ use super::pace::Pace;
 use crate::ssd::format::{self, HEADER_UNITS};
 use crate::ssd::{Geometry, Place, Work};
 
-/// Free segments below which the oldest one is reclaimed: a 16th of all, 4 at most.
+/// Number of free segments below which one is reclaimed: a 16th of all, 4 at most.
 const FREE_PART: u32 = 16;
 const FREE_MAX: u32 = 4;
-/// The part of the room that blocks may take: what cleaning moves grows with it.
+/// The part of the room for blocks: the more of it is used, the more reclamation moves.
 const USED_PART: (u64, u64) = (4, 5);
-/// The part of a segment that blocks which went must take for its reclamation to move the others: each takes that part of what was
-/// written, once, so that at most seven bytes move for each byte written. A segment's end that no block fits is no gain.
+/// The part of a segment's units that must be gone for its reclamation to move the others. Each reclamation
+/// gains that part once, so at most seven bytes move for each byte written. A segment's end too short for a
+/// block is no gain.
 const GAINED_PART: u32 = 8;
 
-/// What a segment is used for.
+/// The use of a segment.
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
 pub(super) enum Use {
-    /// Nothing; or not known yet, while the device is being recovered.
+    /// Empty; or not known yet, while the device is being recovered.
     #[default]
     Free,
-    /// Its header is being written, or was: blocks go into it next.
+    /// Its header is written or being written: the next blocks go into it.
     Next,
-    /// Blocks go into it.
+    /// New blocks go into it.
     Open,
     /// Full; its last writes, then its footer, are on their way.
     Closing,
-    /// Full, and read alone.
+    /// Full, and only read.
     Sealed,
 }
 
@@ -38,19 +39,19 @@ pub(super) enum Use {
 pub(super) struct Segment {
     pub(super) used_for: Use,
     pub(super) sequence: u64,
-    /// Units that were given out, its header's among them.
+    /// Units given out, with its header.
     units: u32,
-    /// Blocks given a place, which the footer must have room for.
+    /// Blocks given a place: the footer must have room for them.
     count: u32,
-    /// Jobs that read in it.
+    /// Jobs reading in it.
     pub(super) reads: u32,
-    /// Jobs that write blocks in it.
+    /// Jobs writing blocks in it.
     writes: u32,
-    /// Entries that got a place in it; some are elsewhere by now, or vacant.
+    /// Entries given a place in it; some are elsewhere by now, or vacant.
     pub(super) blocks: Vec<u32>,
-    /// Units of blocks that lie in it.
+    /// Units of the blocks that lie in it.
     live: u32,
-    /// Whether it may hold blocks of earlier lives that could not be read.
+    /// True if it may hold unreadable blocks of earlier lives.
     unread: bool,
 }
 
@@ -60,19 +61,19 @@ pub(super) struct Volume {
     pub(super) segment_units: u32,
     pub(super) segments: Vec<Segment>,
     free: VecDeque<u32>,
-    /// Segments with blocks, by sequence; those that are closing come last.
+    /// Segments with blocks, by sequence; closing ones come last.
     full: VecDeque<u32>,
     open: Option<u32>,
-    /// The segment that comes next, and whether its header is written.
+    /// The next segment, and true once its header is written.
     next: Option<(u32, bool)>,
     pub(super) reclaiming: Option<u32>,
-    /// Units that the present reclamation has moved.
+    /// Units moved by the present reclamation.
     pub(super) moved_units: u32,
     pub(super) moves: u32,
     /// The first sequence of this life.
     first_sequence: u64,
     pub(super) next_sequence: u64,
-    /// Jobs under way, and when the last one ended or the first of them began.
+    /// Jobs under way, and the time when the last one ended or the first of them began.
     pub(super) flights: u64,
     pub(super) moved_ms: u64,
     /// Bytes of writes under way.
@@ -112,12 +113,12 @@ impl Volume {
         }
     }
 
-    /// Whether it takes blocks at all now.
+    /// True if it takes blocks now.
     pub(super) fn takes(&self) -> bool {
         !self.recovering && !self.breaker.is_open()
     }
 
-    /// What it has to do, and for who is as busy, what it has done for its size.
+    /// Returns its bytes of writes under way, and, to decide between equals, the bytes written for its size.
     pub(super) fn load(&self) -> (u64, u64) {
         (self.write_bytes, self.stats.written_bytes_total / u64::from(self.stats.segments))
     }
@@ -130,12 +131,13 @@ impl Volume {
         &mut self.segments[number as usize]
     }
 
-    /// Units of a block with its header.
+    /// Returns the units of a block with its header.
     pub(super) fn units(&self, bytes: u32) -> u32 {
         format::block_units(bytes, self.unit_bytes)
     }
 
-    /// Units of a segment that a block takes where all are of its size: what no further one fits is theirs, too.
+    /// Returns the units of a block's share of a segment with blocks of its size alone, the unused end
+    /// included.
     pub(super) fn share(&self, bytes: u32) -> u32 {
         let room = self.segment_units - HEADER_UNITS - format::footer_units(0, self.unit_bytes);
         let each = u64::from(self.units(bytes)) * self.unit_bytes + format::ENTRY_BYTES as u64;
@@ -143,7 +145,7 @@ impl Volume {
         self.segment_units.div_ceil(blocks.max(1) as u32)
     }
 
-    /// Whether an empty segment holds so many units of one block.
+    /// True if an empty segment has room for one block of so many units.
     pub(super) fn could_hold(&self, units: u32) -> bool {
         units.saturating_add(HEADER_UNITS + format::footer_units(1, self.unit_bytes)) <= self.segment_units
     }
@@ -154,7 +156,8 @@ impl Volume {
         segment.units + units + footer <= self.segment_units
     }
 
-    /// Whether a place of so many units is there now. Brings the next segment into use if it must, and on its way.
+    /// True if there is a place of so many units now. Opens the next segment if necessary, and begins another
+    /// one.
     pub(super) fn has_room(&mut self, units: u32, out: &mut Vec<Work>) -> bool {
         if self.open.is_none_or(|open| !self.fits(open, units))
             && let Some((next, true)) = self.next
@@ -171,7 +174,8 @@ impl Volume {
         self.open.is_some_and(|open| self.fits(open, units))
     }
 
-    /// Whether the next segment is for what a reclamation moves, and the open one is too full for a block of so many units.
+    /// True if the next segment is reserved for moves of a reclamation, and the open one is too full for a
+    /// block of so many units.
     pub(super) fn spares_next(&self, units: u32) -> bool {
         let fits = self.open.is_some_and(|open| self.fits(open, units));
         self.reclaiming.is_some() && self.free.is_empty() && !fits
@@ -193,7 +197,7 @@ impl Volume {
         out.push(Work::Begin { segment: number, sequence });
     }
 
-    /// The header of the next segment was written, or not.
+    /// Notes the end of the write of the next segment's header.
     pub(super) fn begun(&mut self, number: u32, well: bool) {
         if well {
             self.next = Some((number, true));
@@ -204,12 +208,12 @@ impl Volume {
         }
     }
 
-    /// Whether the next segment is on its way.
+    /// True if the next segment's header is being written.
     pub(super) fn awaits_next(&self) -> bool {
         matches!(self.next, Some((_, false)))
     }
 
-    /// Gives out a place that is there.
+    /// Gives out an existing place.
     pub(super) fn take_place(&mut self, units: u32) -> Place {
         let number = self.open.expect("asked before");
         let segment = self.segment(number);
@@ -220,7 +224,7 @@ impl Volume {
         place
     }
 
-    /// A job that wrote a block in a segment has ended.
+    /// Notes the end of a write of a block in a segment.
     pub(super) fn written(&mut self, number: u32, out: &mut Vec<Work>) {
         self.segment(number).writes -= 1;
         self.seal_if_over(number, out);
@@ -233,12 +237,12 @@ impl Volume {
         }
     }
 
-    /// A footer was written, or not: then the segment is read through at the next start.
+    /// Notes the end of the write of a footer. After a failure the next start reads the segment through.
     pub(super) fn sealed(&mut self, number: u32) {
         self.segment(number).used_for = Use::Sealed;
     }
 
-    /// The segment whose turn it is to be reclaimed: the one at hand, or the oldest, if there are too few free ones.
+    /// Returns the segment to reclaim: the present one, or a new one if there are too few free ones.
     pub(super) fn due_for_reclamation(&mut self) -> Option<u32> {
         if !self.takes() {
             return None;
@@ -246,10 +250,10 @@ impl Volume {
         if self.reclaiming.is_none() && self.free_segments() < self.free_min() {
             let full = self.full.iter().copied().enumerate();
             let sealed = full.filter(|(_, number)| self.segments[*number as usize].used_for == Use::Sealed);
-            // Of those that are alike the oldest.
+            // Among equal ones, the oldest.
             let gaining = sealed.clone().filter(|(_, number)| self.gains(*number));
             let best = gaining.min_by_key(|(_, number)| self.segments[*number as usize].live);
-            // What could not be read goes before what was written since.
+            // Unreadable segments go before those of this life.
             let is_of_this_life =
                 |(_, number): &(usize, u32)| self.segments[*number as usize].sequence >= self.first_sequence;
             let unread = sealed.clone().find(|(_, number)| self.segments[*number as usize].unread);
@@ -263,7 +267,8 @@ impl Volume {
         self.reclaiming
     }
 
-    /// Whether enough of a segment went for its reclamation to make room. After a start there may be no segment to move anything to.
+    /// True if enough of a segment is gone for its reclamation to make room. After a start there may be no
+    /// segment for moved blocks.
     fn gains(&self, number: u32) -> bool {
         let segment = &self.segments[number as usize];
         let has_next = self.next.is_some() || !self.free.is_empty();
@@ -275,30 +280,30 @@ impl Volume {
         (self.stats.segments / FREE_PART).clamp(1, FREE_MAX)
     }
 
-    /// Units that blocks may take: of segments that are neither next nor kept free.
+    /// Returns the most units of blocks: those of segments except the next and the free ones.
     pub(super) fn units_max(&self) -> u64 {
         let segments = self.stats.segments.saturating_sub(1 + self.free_min()).max(1);
         u64::from(segments) * u64::from(self.segment_units) * USED_PART.0 / USED_PART.1
     }
 
-    /// Units that one reclamation may move.
+    /// Returns the most units moved by one reclamation.
     pub(super) fn moved_units_max(&self) -> u32 {
         self.segment_units - self.segment_units / GAINED_PART
     }
 
-    /// A block got a place in a segment.
+    /// Counts a block placed in a segment.
     pub(super) fn settle(&mut self, segment: u32, entry: u32, units: u32) {
         let segment = self.segment(segment);
         segment.blocks.push(entry);
         segment.live += units;
     }
 
-    /// It lies there no more.
+    /// Counts a block that left a segment.
     pub(super) fn unsettle(&mut self, segment: u32, units: u32) {
         self.segment(segment).live -= units;
     }
 
-    /// The segment at hand is free again if nothing is left in it and nobody reads it.
+    /// Frees the segment under reclamation if no block is left in it and no job reads it.
     pub(super) fn reclaimed(&mut self) {
         let Some(number) = self.reclaiming else { return };
         let segment = self.segment(number);
@@ -310,7 +315,7 @@ impl Volume {
         }
     }
 
-    /// A segment of an earlier life holds a block of so many units.
+    /// Counts a block of an earlier life in a segment.
     pub(super) fn remains(&mut self, number: u32, sequence: u64, units: u32) {
         let segment = self.segment(number);
         if segment.used_for == Use::Free {
@@ -321,8 +326,8 @@ impl Volume {
         self.segment(number).units += units;
     }
 
-    /// A segment may hold blocks that could not be read, and a later life may find: it is used again after those of earlier lives
-    /// that gain, and before those of this life.
+    /// Marks a segment with unreadable blocks, which a later life may find: it is reused after those of
+    /// earlier lives with gains, and before those of this life.
     pub(super) fn unreadable(&mut self, number: u32) {
         let segment = self.segment(number);
         segment.unread = true;
@@ -332,7 +337,7 @@ impl Volume {
         }
     }
 
-    /// Nothing is left to be recovered.
+    /// Ends the recovery.
     pub(super) fn recovered(&mut self) {
         let Self { full, segments, .. } = self;
         full.make_contiguous().sort_by_key(|number| {

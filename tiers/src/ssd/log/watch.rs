@@ -1,4 +1,4 @@
-//! What changes of the blocks on disks: [`crate::watch`].
+//! Changes of the set of blocks on disks: [`crate::watch`].
 
 use shm_protocol::key::BlockKey;
 
@@ -8,19 +8,21 @@ use super::volume::Volume;
 // === impl Log: watching ===
 
 impl Log {
-    /// Notes from now on what changes: blocks that are there already are never told of. The log grows until
+    /// Notes changes from now on, but not the blocks already there. The log grows until
     /// [`Log::drain_changes`], so drain it after every event.
     pub fn watch(&mut self) {
         self.watch.begin();
     }
 
-    /// Blocks that lie on a device since the last call, with true, and those that do not any more, with false, in the order in
-    /// which that happened. That a device fails, and its blocks cannot be read, is no change: see [`Log::working`].
+    /// Returns the changes since the last call in their order: blocks new on a device with true, blocks gone
+    /// from a device with false. The failure of a device is no change, although its blocks cannot be read:
+    /// see [`Log::working`].
     pub fn drain_changes(&mut self) -> impl Iterator<Item = (BlockKey, bool)> + '_ {
         self.watch.drain()
     }
 
-    /// Devices whose blocks can be read, and how often one of them failed: once either differs, other blocks can be read than before.
+    /// Returns the number of working devices, and the number of failures so far. If either differs from
+    /// before, other blocks can be read than before.
     pub fn working(&self) -> (usize, u64) {
         let closed = |volume: &&Volume| !volume.breaker.is_open();
         let trips = self.volumes.iter().map(|volume| volume.breaker.trips_total).sum();

@@ -4,7 +4,7 @@ use super::*;
 
 const LIARS: u32 = 8;
 
-/// Eight peers announce the blocks of peer B, which alone has them, and more.
+/// Eight peers announce the blocks of peer B and more; only B has them.
 fn scene() -> Scene {
     let mut scene = Scene::new();
     scene.join(B, 0..100);
@@ -13,7 +13,7 @@ fn scene() -> Scene {
 }
 
 impl Scene {
-    /// Asks for blocks: whether all came, and how often a liar was asked.
+    /// Asks for blocks. Returns true if all came, and the number of fetches from the eight peers.
     fn ask_for(&mut self, keys: Range<u32>) -> (bool, u64) {
         let op = self.query(keys.start, keys.clone());
         let mut liars_asked = 0;
@@ -33,7 +33,7 @@ fn eight_liars_do_not_hide_the_peer_that_has_the_blocks() {
     let mut scene = scene();
     let found = (0..20).filter(|key| scene.ask_for(*key..key + 1).0).count();
     assert!(found >= 18, "{found} of 20: three peers are asked for a block");
-    // Long runs are not spread over liars, and cost no second round.
+    // Long runs are not spread over the eight peers, and cost no second round.
     assert_eq!(scene.ask_for(20..44), (true, 0));
 }
 

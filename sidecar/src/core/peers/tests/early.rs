@@ -1,22 +1,22 @@
-//! Queries that are answered while their blocks are on their way, and the loads that wait for those.
+//! Early answers to queries with blocks on their way, and the loads waiting for these blocks.
 
 use shm_protocol::message::{LOAD_BY_ENGINE, LOAD_SYNC};
 use shm_protocol::request::{LoadEnd, WorkerRequest};
 
 use super::*;
 
-/// Enough blocks for an early answer, whatever has come of them by then.
+/// Enough blocks for an early answer, even if some have come by then.
 const KEYS: u32 = 16;
-/// Blocks on their way of which an early answer is worth it: a sixteenth of what may be.
+/// Blocks on their way worth an early answer: a sixteenth of the limit.
 const WORTH: u32 = MOST / 16;
 
-/// What became of loads: operation and status of the rank's word.
+/// The ends of loads: operation and status of each outcome for the rank.
 type Words = Vec<(u64, Status)>;
-/// A way to go.
+/// A way to end a wait, with its name.
 type Leave<'a> = (&'a str, &'a dyn Fn(&mut Scene));
 
 impl Scene {
-    /// The answer names these operations of copies, and these words were stored for the rank.
+    /// Ends the copies. Returns the operations of their loads, and the outcomes for the rank.
     fn loads(&mut self) -> (Vec<u64>, Words) {
         let (mut copies, mut words) = (Vec::new(), Vec::new());
         for action in std::mem::take(&mut self.engine.out) {
@@ -35,7 +35,7 @@ impl Scene {
         (copies, words)
     }
 
-    /// A question that may be answered early.
+    /// Puts a question with leave for an early answer.
     fn query_early(&mut self, log: u32, keys: Range<u32>) -> u64 {
         let (op, count) = (self.next_op(), keys.len() as u32);
         self.engine.open(log, keys);
@@ -44,7 +44,8 @@ impl Scene {
         op
     }
 
-    /// Ends what the answer did not wait for: what is before its block well, and what is behind it so.
+    /// Ends the other blocks of the fetch: those before the arrived one well, and those behind it with
+    /// `result`.
     fn end_rest(&mut self, fetch: &Fetch, result: Result<u64, Fault>) {
         self.end(fetch, 0..3, Ok(1));
         self.end(fetch, 4..KEYS as usize, result);
@@ -58,7 +59,8 @@ impl Scene {
     }
 }
 
-/// A peer's blocks are on their way to a query of log 1; the first of them has come. The fetch and the query.
+/// A peer's blocks are on their way to a query of log 1, and the first has come. Returns the scene, the fetch
+/// and the query.
 fn answered() -> (Scene, Fetch, u64) {
     let mut scene = Scene::with(A, 0..KEYS);
     let op = scene.query_early(1, 0..KEYS);
@@ -106,7 +108,7 @@ fn slots_are_named_before_their_blocks_are_there() {
     assert_eq!(scene.engine.core.stats().leases, 0, "they are held instead");
     assert_eq!(scene.held_bytes(), 3 * BLOCK_BYTES);
     scene.end(&fetch, 1..2, Ok(1));
-    assert_eq!(scene.held_bytes(), 4 * BLOCK_BYTES, "what comes is held too");
+    assert_eq!(scene.held_bytes(), 4 * BLOCK_BYTES, "arrived blocks are held, too");
     scene.ask(SchedulerRequest::Release { log: 1 });
     assert_eq!(scene.held_bytes(), 0);
     scene.end(&fetch, 2..fetch.blocks.len(), Ok(1));
@@ -194,7 +196,7 @@ fn a_parked_load_is_refused_when_its_blocks_are_late() {
     assert_eq!(scene.loads().1, [(late, Status::Absent)]);
     scene.end_rest(&fetch, Err(Fault::Stopped));
     scene.tick(8001);
-    assert!(scene.is_quiet(), "nobody has used the answer for the time of a lease");
+    assert!(scene.is_quiet(), "the answer was not used for the time of a lease");
 }
 
 #[test]

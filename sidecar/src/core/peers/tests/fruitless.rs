@@ -29,7 +29,7 @@ impl Scene {
         self.ask(SchedulerRequest::Close { log, way: 0 });
     }
 
-    /// Lines for the log since the last look.
+    /// Returns the number of warnings since the last look.
     fn warnings(&mut self) -> usize {
         self.engine.take(taken!(Action::Warn(text) => text)).filter(|text| text.contains("wait for")).count()
     }
@@ -53,7 +53,7 @@ fn no_request_waits_once_fetches_bring_nothing_whoever_is_asked() {
         scene.engine.now_ms += 2000;
         fetches.iter().for_each(|fetch| scene.end_all(fetch, LATE));
     }
-    assert_eq!(scene.warnings(), 0, "said once");
+    assert_eq!(scene.warnings(), 0, "logged once");
     scene.tick(8000);
     let fetches = scene.ask_peers(400);
     fetches.iter().for_each(|fetch| scene.end_all(fetch, Ok(7)));
@@ -65,7 +65,7 @@ fn a_block_of_any_peer_begins_the_count_again() {
     let mut scene = scene();
     for log in (0..20).step_by(2) {
         scene.wait_with(log + 1, LATE);
-        // The blocks are here then: the next request asks for others.
+        // The blocks are here now: the next request asks for others.
         let keys = 10 * (log + 1)..10 * (log + 1) + 1;
         scene.join(PeerNumber(PEERS + 1 + log), keys.clone());
         scene.query(log + 2, keys);
@@ -75,7 +75,7 @@ fn a_block_of_any_peer_begins_the_count_again() {
     assert!(!scene.stats().paused);
 }
 
-/// Each peer gives all blocks but the last in time: the strikes of each are too far apart for its breaker.
+/// Each peer gives all blocks but the last in time: its strikes are too far apart for its breaker.
 #[test]
 fn slow_peers_are_no_more_waited_for_than_silent_ones() {
     let mut scene = scene();

@@ -1,15 +1,15 @@
-//! What engines promise is told to peers, and what those promise is waited for.
+//! Promises of engines, as published to peers, and waits for promises of peers.
 
 use mesh::digest::Thinning;
 use shm_protocol::request::Append;
 
 use super::*;
 
-/// What a request waits for the first block, or the next one, where nothing is promised.
+/// A request's wait for the first block, or for the next one, without a promise.
 const AWAIT_MS: u64 = 1000;
 
 impl Scene {
-    /// The engine appends keys to a log of so many, of which it has promised all.
+    /// The engine appends promised keys to a log with `length` keys.
     fn append(&mut self, log: u32, length: u32, keys: Range<u32>) {
         let chunks = [log * 2, log * 2 + 1, 0, 0, 0, 0];
         let named = Keys::new(log, length..length + keys.len() as u32);
@@ -23,7 +23,7 @@ impl Scene {
         self.append(log, 0, keys);
     }
 
-    /// What peers were told since the last look.
+    /// Takes the promises published since the last look.
     fn told_promises(&mut self) -> Vec<Vec<Digest>> {
         std::mem::take(&mut self.promised)
     }
@@ -34,7 +34,7 @@ impl Scene {
         self.hear(Heard::Promises { peer: A, promises });
     }
 
-    /// The engine asks for what another one is to compute.
+    /// The engine asks for keys computed by another engine.
     fn await_keys(&mut self, log: u32, keys: Range<u32>) -> u64 {
         let (op, count) = (self.next_op(), keys.len() as u32);
         self.engine.open(log, keys);
@@ -43,18 +43,18 @@ impl Scene {
         op
     }
 
-    /// The time passes, with ticks as there are.
+    /// Lets the time pass, with its ticks.
     fn pass(&mut self, ms: u64) {
         (0..ms / 100).for_each(|_| self.tick(100));
     }
 
-    /// The last word on a query.
+    /// Returns the last answer to a query.
     fn answer(&mut self, op: u64) -> Option<(Status, u32)> {
         self.answers().into_iter().rfind(|answer| answer.0 == op).map(|(_, status, hits)| (status, hits))
     }
 }
 
-/// The digests of these keys, sorted: peers are told promises in this order.
+/// Returns the digests of these keys, sorted: promises are published in this order.
 fn told(keys: &[u32]) -> Vec<Digest> {
     let mut digests: Vec<Digest> = keys.iter().map(|key| digest(*key)).collect();
     digests.sort_unstable();
@@ -77,7 +77,7 @@ fn of_each_promise_the_last_two_keys_are_told_until_its_log_is_closed() {
     scene.promise(2, 10..11);
     assert_eq!(scene.told_promises(), [told(&[4, 5, 10])]);
     scene.pass(1000);
-    assert!(scene.told_promises().is_empty(), "no news");
+    assert!(scene.told_promises().is_empty(), "nothing has changed");
     scene.ask(SchedulerRequest::Close { log: 1, way: 0 });
     scene.ask(SchedulerRequest::Close { log: 2, way: 0 });
     assert_eq!(scene.told_promises(), [vec![digest(10)], vec![]]);
@@ -93,11 +93,11 @@ fn a_promise_is_told_until_its_blocks_are_kept_and_behind_that() {
         }
         scene.take_actions();
         scene.told_promises();
-        // As soon as P has answered, before its step was seen to be done.
+        // P closes the log with its answer, before its step was seen done.
         scene.ask(SchedulerRequest::Close { log: 9, way: 0 });
         scene.pass(500);
         assert!(scene.told_promises().is_empty(), "nothing was copied");
-        // Another prompt's.
+        // P promises another prompt.
         scene.promise(8, 10..11);
         assert_eq!(scene.told_promises().last().map(Vec::len), Some(3));
         scene.engine.hand_over(3, Keys::new(8, 0..1));
@@ -156,7 +156,7 @@ fn of_one_engine_64_promises_are_told() {
 fn of_promises_that_have_ended_before_their_saves_the_newest_are_told() {
     let mut scene = with_peer();
     scene.promise(1000, 9000..9001);
-    // It never begins: no step is seen to be done.
+    // This save never begins: its step is never seen done.
     scene.engine.hand_over(1, Keys::new(1000, 0..1));
     for log in 0..100 {
         scene.promise(log, 2 * log..2 * log + 2);
@@ -170,12 +170,12 @@ fn of_promises_that_have_ended_before_their_saves_the_newest_are_told() {
 fn what_a_peer_promises_is_waited_for_and_fetched_as_it_comes() {
     let mut scene = with_peer();
     scene.hear_promises(&[3]);
-    // The peer's prompt may be the begin of this one.
+    // The promised prompt may be the begin of this one.
     let (op, other) = (scene.await_keys(1, 0..6), scene.await_keys(2, 100..104));
     scene.pass(20_000);
     let answers = scene.answers();
     let last = |op| answers.iter().rfind(|answer| answer.0 == op).unwrap().1;
-    assert_eq!((last(op), last(other)), (Status::Pending, Status::Ok), "nobody has promised the other");
+    assert_eq!((last(op), last(other)), (Status::Pending, Status::Ok), "the other is not promised");
     for part in [0..1, 1..4] {
         scene.produce(part.clone());
         scene.tick(20);
@@ -183,7 +183,7 @@ fn what_a_peer_promises_is_waited_for_and_fetched_as_it_comes() {
         assert_eq!(keys_of(&fetch), part.map(label).collect::<Vec<_>>());
         scene.end_all(&fetch, Ok(1));
     }
-    // What is behind it is not promised.
+    // The blocks behind it are not promised.
     assert_eq!(scene.answer(op), Some((Status::Ok, 4)));
 }
 
@@ -208,7 +208,7 @@ fn what_a_peer_has_computed_is_found_where_one_block_in_a_few_is_told() {
     }
     assert_eq!(scene.answer(op).unwrap().0, Status::Pending);
     scene.hear_promises(&[]);
-    assert_eq!(scene.answer(op), Some((Status::Ok, told[1] + 1)), "of the rest nothing is told");
+    assert_eq!(scene.answer(op), Some((Status::Ok, told[1] + 1)), "the rest is not announced");
 }
 
 #[test]
@@ -298,7 +298,8 @@ fn blocks_that_a_peer_has_are_asked_for_again_though_their_promise_has_ended() {
 }
 
 impl Scene {
-    /// The peer promises four blocks and computes none; whether a request waits for them, and longer than for unpromised ones.
+    /// The peer promises four blocks and computes none. Returns true if a request waits for them, and true if
+    /// it waits longer than for unpromised ones.
     fn is_waited_for(&mut self, round: u32) -> (bool, bool) {
         let first = 1000 + 4 * round;
         self.hear_promises(&[first + 3]);
@@ -330,7 +331,7 @@ fn broken_promises_are_counted_by_promiser_whatever_others_give() {
     let stats = scene.stats();
     assert_eq!(stats.peers.iter().map(|peer| peer.broken_promises_total).collect::<Vec<_>>(), [3, 0]);
     assert_eq!(scene.engine.core.stats().handover_promises_broken, 3);
-    // Another's promise is waited for as before.
+    // Promises of another peer are waited for as before.
     scene.hear(Heard::Promises { peer: B, promises: vec![digest(2003)] });
     let op = scene.await_keys(20, 2000..2004);
     scene.pass(20_000);

@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// Asks for the last kept one of six keys, of which the peer has the third to the fifth.
+/// Asks for the last kept one of six keys; the peer has the third to the fifth.
 fn asking() -> (Scene, u64) {
     let mut scene = Scene::with(A, 2..5);
     scene.save(1..2);

@@ -4,7 +4,7 @@ use super::*;
 
 const WINDOW_MS: u64 = 200;
 
-/// An engine whose requests wait, and a peer that has nothing yet.
+/// An engine with waiting requests, and a peer without blocks so far.
 fn waiting() -> Scene {
     waiting_for(WINDOW_MS as u32)
 }
@@ -19,7 +19,7 @@ fn warnings(scene: &mut Scene) -> Vec<String> {
     scene.engine.out.iter().filter_map(taken!(Action::Warn(text) => text.clone())).collect()
 }
 
-/// Asks for what nobody produces; whether it waited.
+/// Asks for blocks of no producer. Returns true if the query waited.
 fn ask_in_vain(scene: &mut Scene, log: u32) -> bool {
     scene.engine.out.clear();
     let op = scene.query(log, 1000..1004);
@@ -32,7 +32,7 @@ fn ask_in_vain(scene: &mut Scene, log: u32) -> bool {
     waits
 }
 
-/// Asks for what the peer has; it comes.
+/// Asks for blocks of the peer, and fetches them.
 fn ask_and_fetch(scene: &mut Scene, log: u32, keys: Range<u32>) {
     scene.query(log, keys);
     let fetch = scene.fetch();
@@ -105,7 +105,7 @@ fn an_exhausted_window_is_told_of_and_its_request_waits_no_more() {
     let op = scene.query_again(1, 4);
     assert_eq!(scene.answers(), [(op, Status::Ok, 0)]);
     assert_eq!(scene.stats().miss_waits_exhausted, 1);
-    // Not at once again.
+    // The log gets no second line at once.
     assert!(ask_in_vain(&mut scene, 2));
     assert!(warnings(&mut scene).is_empty());
 }
@@ -124,7 +124,7 @@ fn three_windows_in_vain_end_the_waiting_until_a_peer_has_given_a_block() {
     );
     assert_eq!(scene.stats().miss_wait_breakers, 1);
     scene.answers();
-    assert!(!ask_in_vain(&mut scene, 4), "nobody waits");
+    assert!(!ask_in_vain(&mut scene, 4), "no query waits");
     scene.produce(0..2);
     ask_and_fetch(&mut scene, 5, 0..2);
     assert_eq!(scene.stats().miss_wait_breakers, 0);

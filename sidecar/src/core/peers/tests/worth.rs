@@ -1,4 +1,4 @@
-//! Queries in wait for peers, as long as they bring blocks sooner than the engine computes them.
+//! Queries waiting for peers, as long as they bring blocks sooner than the engine computes them.
 
 use shm_protocol::handshake::{Hello, Role};
 use shm_protocol::prefill::PrefillRate;

@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// The device keeps keys 0 and 3 of log 1, which has six, and DRAM key 1.
+/// The device keeps keys 0 and 3 of the six keys of log 1, and DRAM keeps key 1.
 fn scene() -> Scene {
     let mut scene = Scene::on_ssd(0..1);
     scene.write(3..4);

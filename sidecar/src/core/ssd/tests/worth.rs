@@ -1,4 +1,4 @@
-//! Queries in wait for a disk, as long as it brings blocks sooner than their engine computes them.
+//! Queries waiting for a disk, as long as it brings blocks sooner than their engine computes them.
 
 use std::collections::BTreeMap as Facts;
 

@@ -1,9 +1,9 @@
-//! What is handed over of steps that the engine accepts, late or never.
+//! Handovers of steps accepted late or never.
 
 use super::*;
 
 impl Harness {
-    /// P's step of this number hands over keys of its log 0 and copies them whole. Nothing is accepted.
+    /// P's step of this number hands over keys of its log 0 and copies them whole. No step is accepted.
     fn hand_over_whole(&mut self, step: u64, part: std::ops::Range<u32>) {
         self.hand_over(step, Keys::new(0, part));
         self.fences(RANKS[0], step, step);
@@ -26,7 +26,7 @@ fn a_part_is_loaded_once_its_step_is_accepted() {
     engines.load(0, 2, 1, 0..2, shm_protocol::message::LOAD_ARRIVING);
     engines.fences(D_RANK, 5, 4);
     engines.speaker = SCHEDULER;
-    assert!(engines.copies().is_empty(), "the load is parked");
+    assert!(engines.copies().is_empty(), "the load waits");
     engines.now_ms = 30;
     engines.accept_step(1);
     engines.drained_below(0);
@@ -49,8 +49,8 @@ fn nobody_waits_for_what_was_refused() {
     engines.out.clear();
     engines.accept_step(2);
     engines.drained_below(0);
-    assert_eq!(engines.core.stats().load_refusals, 1, "the parked load at once");
+    assert_eq!(engines.core.stats().load_refusals, 1, "the waiting load at once");
     engines.await_keys(1, 3, 0..2, false);
-    assert_eq!(engines.answers()[&3], (Status::Ok, 0), "and what is asked later");
+    assert_eq!(engines.answers()[&3], (Status::Ok, 0), "and later queries");
     assert_eq!(engines.core.stats().handover_dropped, 2);
 }

@@ -1,17 +1,17 @@
-//! What is kept for another engine in a quota that is full of it.
+//! Blocks kept for another engine in a quota full of such blocks.
 
 use shm_protocol::pool::Remains;
 use tiers::dram::Whose;
 
 use super::*;
 
-/// Two engines whose namespace has a quota of 8 blocks.
+/// Two engines of a namespace with a quota of 8 blocks.
 fn within_8_blocks() -> Harness {
     pair(core_over(64 << 20, &["c19a797f=32KiB"], None), SHARD_BYTES)
 }
 
 impl Harness {
-    /// P's step of this number hands over a part of the prompt of its log `log`, which is open.
+    /// P's step of this number hands over a part of the prompt of its open log `log`.
     fn hand_over_part(&mut self, log: u32, op: u64, part: std::ops::Range<u32>) {
         self.hand_over(op, Keys::new(log, part));
         self.fences(RANKS[0], op, op);
@@ -29,7 +29,7 @@ fn what_is_kept_in_a_quota_takes_no_room_from_what_its_engine_hands_over_next() 
     assert_eq!((stats.handover_dropped, stats.handover_full), (0, 8));
     assert_eq!((stats.saved_blocks, stats.handover_kept_bytes), (16, 8 * SHARD_BYTES));
     engine.compute(2, 3, 200..208, false);
-    assert_eq!(engine.core.stats().handover_full, 8, "what it saves for itself has to find other room");
+    assert_eq!(engine.core.stats().handover_full, 8, "its own saves have to find other room");
     engine.open(2, 100..108);
     assert_eq!(engine.query(2, 4, 0, 8).value, 8);
 
@@ -39,7 +39,7 @@ fn what_is_kept_in_a_quota_takes_no_room_from_what_its_engine_hands_over_next() 
     let before = cx.kept.count();
     let gives = [(of_another_quota, SHARD_BYTES), (whose, 2 * SHARD_BYTES), (whose, SHARD_BYTES)]
         .map(|(whose, bytes)| cx.kept.make_slot(whose, bytes, before, &mut cx.dram).is_some());
-    assert_eq!(gives, [false, false, true], "what makes no room for a block stays");
+    assert_eq!(gives, [false, false, true], "a block stays if it makes no room");
 }
 
 #[test]
@@ -67,7 +67,7 @@ fn a_prompt_larger_than_its_quota_keeps_its_beginning() {
     engines.open(0, 0..12);
     (0..3).for_each(|part| engines.hand_over_part(0, part + 1, 4 * part as u32..4 * part as u32 + 4));
     engines.await_keys(0, 1, 0..12, false);
-    assert_eq!(engines.answers()[&1], (Status::Ok, 8), "and nobody waits for the rest");
+    assert_eq!(engines.answers()[&1], (Status::Ok, 8), "and D does not wait for the rest");
 }
 
 #[test]
@@ -91,7 +91,7 @@ fn of_prompts_whose_parts_alternate_the_later_one_has_the_room() {
     engines.hand_over_part(1, 4, 4..8);
     assert_eq!(engines.found(0, 1, 100..108), 8);
     engines.await_keys(1, 2, 0..8, false);
-    assert_eq!(engines.answers()[&2], (Status::Ok, 0), "the other gave way, and nobody waits for it");
+    assert_eq!(engines.answers()[&2], (Status::Ok, 0), "the other gave way, and D does not wait");
 }
 
 #[test]

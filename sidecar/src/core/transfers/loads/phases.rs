@@ -12,7 +12,7 @@ use tiers::dram::LeaseId;
 /// end of the load.
 #[derive(Debug)]
 pub(super) enum LoadPhase {
-    /// So many blocks are on their way, and the others are held.
+    /// So many blocks are missing and on their way, and the others are held.
     Parked { missing: usize, held: Vec<SlotRef> },
     /// All blocks are here since `ready`.
     Leased { lease: LeaseId, ready: Duration },
@@ -38,7 +38,7 @@ pub(super) enum LoadEvent {
 /// A phase of one rank's part of a load. [`LoadPart::after`] is the list of the transitions.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(super) enum LoadPart {
-    /// This process will copy.
+    /// This process is to copy.
     Unstarted,
     Copying,
     /// The rank reported its end, well or not, and the copy runs on.
@@ -67,7 +67,7 @@ pub(super) enum PartEvent {
 // === impl LoadPhase ===
 
 impl LoadPhase {
-    /// The next phase, or the last one of a load at its end.
+    /// Returns the next phase; `Break`: the last phase of an ended load.
     pub(super) fn after(self, event: LoadEvent) -> ControlFlow<Self, Self> {
         use LoadEvent::{Arrived, CopiesEnded, EngineLost, PartsEnded, Refused};
         use LoadPhase::{Leased, Orphan, Parked};
@@ -91,7 +91,7 @@ impl LoadPart {
             (Unstarted, PartEvent::CopyStarted) => Copying,
             (Unstarted, PartEvent::Left) => Left,
             (Copying, PartEvent::CopyEnded(true)) => Ended { well: true },
-            // The rank finishes the part from the leased slots, and says so.
+            // The rank finishes the part from the leased slots, and reports its end.
             (Copying, PartEvent::CopyEnded(false)) => Left,
             (Copying, PartEvent::Reported(well)) => Reported { well },
             (Reported { well }, PartEvent::Reported(ok)) => Reported { well: well || ok },

@@ -1,5 +1,5 @@
-//! The ends of saves: what is whole is committed once no CANCEL of it can be unread and its step was accepted, the rest goes back, and
-//! the engine is told.
+//! The ends of saves: whole blocks are committed once no CANCEL for them can be unread and their step was
+//! accepted, the other slots are given back, and the engine gets the result.
 
 use std::collections::BTreeSet;
 use std::ops::ControlFlow::{Break, Continue};
@@ -19,14 +19,15 @@ use crate::core::transfers::pending::Acceptance;
 use crate::core::transfers::scans::count_broken;
 use crate::core::transfers::{Action, Base, Context, CopyOwner, OpKey, SessionId, Transfers, operations};
 
-/// A whole save holds its slots for its engine's ACCEPT so long at most. Engines post it milliseconds after a step.
+/// The longest time a whole save holds its slots for its engine's ACCEPT. Engines post it milliseconds after
+/// a step.
 const UNACCEPTED_MAX: Duration = Duration::from_secs(30);
 
 // === impl Save ===
 
 impl Save {
-    /// Commits a block behind the one before it, from its beginning on: the tier never drops a parent before its child. Where blocks are parentless
-    /// that block may never have been saved.
+    /// Commits a block behind its parent: the tier never drops a parent before its child. Parentless blocks
+    /// may have a parent never saved. Returns false if the block cannot be kept.
     fn commit(&self, block: &SaveBlock, dram: &mut Dram) -> bool {
         match self.parent(block) {
             Some(parent) if self.binding.parentless => {
@@ -37,7 +38,7 @@ impl Save {
         }
     }
 
-    /// The preceding key in the chain.
+    /// Returns the preceding key in the chain.
     fn parent(&self, block: &SaveBlock) -> Option<BlockHash> {
         match block.index.checked_sub(1) {
             Some(before) => Some(self.keys[before as usize]),
@@ -45,8 +46,8 @@ impl Save {
         }
     }
 
-    /// The slots to be searched for non-finite numbers, once blocks are copied. Those for another engine are searched when they
-    /// are committed: it awaits them.
+    /// Returns the slots to be searched for non-finite numbers, once blocks are copied. Blocks for another
+    /// engine are searched when they are committed: the engine awaits them.
     fn to_be_searched(&self) -> Option<Vec<SlotRef>> {
         let is_copied = matches!(self.phase, SavePhase::Copied { .. });
         let is_meant =
@@ -55,7 +56,7 @@ impl Save {
         (is_copied && self.search == Search::NotBegun && self.handover.is_none()).then(|| slots.collect())
     }
 
-    /// The save has ended as `end` says.
+    /// Counts the save's end.
     fn count(&self, cx: &mut Context) {
         let (cancelled, dropped) = (u64::from(self.end.cancelled), u64::from(self.end.dropped));
         cx.stats.saved_blocks += u64::from(self.end.committed);
@@ -77,7 +78,8 @@ impl Save {
 // === impl Transfers ===
 
 impl Transfers {
-    /// Takes a save out of its phase, into the next one or to its end. Nothing else ends a save. The operation may be none.
+    /// Takes a save into its next phase, or to its end. No other code ends a save. Without effect if there is
+    /// no such save.
     pub(in crate::core::transfers) fn change_save(&mut self, key: OpKey, event: SaveEvent, base: &mut Base) {
         let Some(save) = self.saves.remove(&key) else { return };
         let wanted = save.phase.wanted().len();
@@ -88,7 +90,7 @@ impl Transfers {
                     let is_begun = self.scan(key, save.binding, slots, Vec::new(), base);
                     save.search = if is_begun { Search::Running } else { Search::Ended };
                 }
-                // An orphan has none.
+                // A save of a gone engine has no such record.
                 if let Some(pending) = self.pending.get_mut(&key.0) {
                     if !matches!(save.phase, SavePhase::Wanted { .. }) {
                         pending.waiting.remove(&key.1);
@@ -110,7 +112,8 @@ impl Transfers {
         self.change_save(owner.key, SaveEvent::CopyEnded(ok), base);
     }
 
-    /// A rank is gone, and the blocks of these saves with its memory: what has not begun must not be copied from that of another.
+    /// Stops the saves of an engine with a lost rank, if their copies have not begun: their blocks are gone
+    /// with its memory, and must not be copied from its successor.
     pub(crate) fn fail_saves(&mut self, session: SessionId, base: &mut Base) {
         self.drop_unbound(session, &mut base.cx);
         for op in self.pending[&session].waiting.clone() {
@@ -119,7 +122,7 @@ impl Transfers {
         self.dispatch(session, base);
     }
 
-    /// The ring was read to its tail after these saves' copies ended: every CANCEL that matters has been seen.
+    /// Handles a ring read to its tail after these saves' copies ended: no CANCEL for them is unread.
     pub(crate) fn commit_copied(&mut self, session: SessionId, void_below: u64, base: &mut Base) {
         let Some(pending) = self.pending.get_mut(&session) else { return };
         for op in pending.drained() {
@@ -127,7 +130,7 @@ impl Transfers {
         }
     }
 
-    /// Time passed: what is whole and was not accepted so long is nobody's.
+    /// Ends whole saves without their ACCEPT for too long.
     pub(crate) fn drop_unaccepted(&mut self, base: &mut Base) {
         let is_overdue = |key: &OpKey| match self.saves.get(key).map(|save| &save.phase) {
             Some(SavePhase::Whole { since, .. }) => base.cx.now >= *since + UNACCEPTED_MAX,
@@ -138,7 +141,8 @@ impl Transfers {
         overdue.into_iter().for_each(|key| self.change_save(key, SaveEvent::Overdue, base));
     }
 
-    /// Ends a save: commits what is whole, gives the rest back, and tells the engine if it is still there.
+    /// Ends a save: commits the whole blocks, gives the other slots back, and reports to the engine if it is
+    /// still there.
     fn finish_save(&mut self, key: OpKey, mut save: Save, base: &mut Base) {
         let (session, op) = key;
         let (mut committed, mut parents, mut pairs) = (Vec::new(), Vec::new(), Vec::new());
@@ -195,7 +199,7 @@ impl Transfers {
             let searched: Vec<_> = searched.copied().collect();
             self.scan(key, save.binding, searched.iter().map(|(slot, _)| *slot).collect(), searched, base);
         }
-        // Head first: where a tier has no room for all of them, that part is worth more.
+        // The head comes first: if a tier has no room for all blocks, it is worth more.
         for (slot, key) in committed {
             base.sources.tell_tiers(Notice::Offered(key, Some(slot), &save.binding), &mut base.cx);
         }
@@ -212,7 +216,7 @@ impl Transfers {
         }
     }
 
-    /// Others may find these blocks from now on.
+    /// Notes newly committed blocks: other engines may find them from now on.
     fn note_committed(
         &mut self,
         session: SessionId,
@@ -229,7 +233,7 @@ impl Transfers {
         base.cx.produced.kept.insert((save.binding.namespace, session));
     }
 
-    /// Tells the engine of a save's end, if it is still there.
+    /// Reports a save's end to the engine, if it is still there.
     pub(in crate::core::transfers) fn tell_saved(
         &mut self,
         session: SessionId,
@@ -242,7 +246,7 @@ impl Transfers {
         }
     }
 
-    /// The engine is gone: its saves end as soon as no copy runs.
+    /// Ends the saves of a gone engine, as soon as no copy runs.
     pub(in crate::core::transfers) fn abandon_saves(&mut self, session: SessionId, base: &mut Base) {
         self.drop_unbound(session, &mut base.cx);
         let keys: Vec<OpKey> = self.saves.range(operations(session)).map(|(key, _)| *key).collect();

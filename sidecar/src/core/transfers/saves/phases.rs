@@ -27,7 +27,7 @@ pub(super) enum SavePhase {
         /// The time of the first look with the step done on every rank.
         fenced: Option<Duration>,
     },
-    /// Copies run, so many.
+    /// So many copies run.
     Copying { running: u32, fenced: Duration },
     /// All copies ended: the save waits for a drained ring.
     Copied { fenced: Duration },
@@ -35,7 +35,7 @@ pub(super) enum SavePhase {
     Whole { fenced: Duration, since: Duration },
     /// No copy will run: the save waits for a drained ring, so that its CANCELs count.
     Stopped { wanted: Vec<Wanted> },
-    /// The engine is gone, and copies run, so many.
+    /// The engine is gone, and so many copies still run.
     Orphan { running: u32 },
 }
 
@@ -73,7 +73,7 @@ pub(in crate::core::transfers) enum SaveEvent {
 // === impl SavePhase ===
 
 impl SavePhase {
-    /// Blocks without a slot.
+    /// Returns the blocks without a slot.
     pub(super) fn wanted(&self) -> &[Wanted] {
         match self {
             Self::Wanted { wanted, .. } | Self::Stopped { wanted } => wanted,
@@ -81,7 +81,8 @@ impl SavePhase {
         }
     }
 
-    /// The next phase, or the last one of a save at its end. `decided`: the event ends a save without copies.
+    /// Returns the next phase; `Break`: the last phase of an ended save. `decided`: the event ends a save
+    /// without copies.
     fn after(self, event: &SaveEvent, decided: bool) -> ControlFlow<Self, Self> {
         use SaveEvent::{
             Cancelled, CopyEnded, Drained, Empty, EngineLost, Overdue, RankLost, Scanned, Settled, Started,
@@ -116,7 +117,7 @@ impl SavePhase {
 // === impl Save ===
 
 impl Save {
-    /// The save after an event; `Break`: its end.
+    /// Returns the save after an event; `Break`: the save ends.
     pub(super) fn after(mut self, event: SaveEvent) -> ControlFlow<Self, Self> {
         let mut decided = false;
         match &event {
@@ -155,7 +156,7 @@ impl Save {
         }
     }
 
-    /// Whether a whole save may end.
+    /// True if a whole save may end.
     fn is_decided(&self) -> bool {
         match self.acceptance {
             Acceptance::Awaited => false,
@@ -164,19 +165,20 @@ impl Save {
         }
     }
 
-    /// Nothing of the save is committed.
+    /// Voids the save: none of its blocks is committed.
     fn void(&mut self) {
         self.acceptance.settle(Acceptance::Void);
     }
 
-    /// The engine is barred from a namespace: nothing of the save is committed or compared there.
+    /// Voids the save in a namespace its engine is barred from: none of its blocks is committed or compared
+    /// there.
     pub(in crate::core::transfers) fn void_in(&mut self, namespace: u32) {
         if self.binding.namespace == namespace {
             self.void();
         }
     }
 
-    /// The engine is about to overwrite the sources of these blocks.
+    /// Cancels blocks: the engine is about to overwrite their sources.
     fn cancel_blocks(&mut self, range: &Range<u32>) {
         if let SavePhase::Wanted { wanted, .. } | SavePhase::Stopped { wanted } = &mut self.phase {
             let cancelled = wanted.extract_if(.., |wanted| range.contains(&wanted.index));

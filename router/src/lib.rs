@@ -89,8 +89,8 @@ const REFUSAL_PAUSE: Duration = Duration::from_secs(60);
 pub struct Options {
     /// An engine that computes prompts, http://HOST:PORT or https://HOST:PORT of its OpenAI server; repeat it for each
     ///
-    /// Each address of a host's name is a separate engine, as of a headless Service. Of a name with IPv4 and IPv6 addresses only those of
-    /// IPv4 count.
+    /// Each address of a host's name is a separate engine, as of a headless Service. A name with IPv4 and IPv6 addresses counts
+    /// by those of IPv4 alone.
     #[arg(
         long,
         env = "PILLION_PREFILL",

@@ -1,23 +1,23 @@
-# One entry point for people and CI. Every target prepares what it needs (scripts/setup does nothing when all is there).
+# One entry point for people and CI. Every target prepares its tools (scripts/setup does nothing if all are installed).
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-# A toolchain that scripts/setup installed is not on the PATH of a shell that was open before.
+# A shell opened before scripts/setup installed the toolchain does not have it on the PATH.
 export PATH := $(CURDIR)/.venv/bin:$(HOME)/.cargo/bin:$(PATH)
 
 .PHONY: help setup setup-tests demo test test-long test-rust test-loom test-sim test-python test-manifests test-e2e identity test-rdma sim chaos prove sanitize lint bench fuzz clean test-gpu test-ops dist docs
 
-# What runs the tests on a GPU: it finds vLLM's CUDA build and pillion; and which of them, with pytest's options.
+# The Python for tests on a GPU, with vLLM's CUDA build and pillion; and the tests to run, with pytest's options.
 PYTHON ?= python3
 TESTS ?=
-# Two tests at a time: an engine of the tests computes with one thread. Tests of one group share what they start.
+# Two tests at a time: an engine of the tests computes with one thread. Tests of one group share their engines.
 PYTEST = python -m pytest -q -n 2 --dist loadgroup
 # Releases of vLLM beside the one in .venv: the newest, and older ones.
 NEWEST_VLLM := $(shell sed -n 's/^NEWEST_VLLM_VERSION=//p' scripts/setup)
 OLDER_VLLM := $(shell sed -n 's/^OLDER_VLLM_VERSIONS="\(.*\)"/\1/p' scripts/setup)
-# How long `make fuzz` runs each target, in seconds.
+# Seconds of `make fuzz` for each target.
 SECONDS_EACH ?= 60
-# Worlds of `make sim`, rounds of `make chaos` of one engine and of a pair, and where their seeds begin.
+# Worlds of `make sim`, rounds of `make chaos` of one engine and of a pair, and the first of their seeds.
 RUNS ?= 200000
 ROUNDS ?= 100
 PAIR_ROUNDS ?= 300
@@ -26,7 +26,7 @@ SEED ?= 1
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
-setup: ## install all that is needed and build Pillion into .venv
+setup: ## install all tools and build Pillion into .venv
 	@scripts/part setup scripts/setup
 
 setup-tests: setup
@@ -37,7 +37,7 @@ demo: setup ## a real vLLM engine gets its KV back after a restart: table, and a
 
 test: test-rust test-loom test-sim test-python test-manifests test-e2e ## all tests; no GPU needed
 
-test-long: setup-tests ## what CI has no time for: many seeds, this release against the one before, built from history, and the next, and other engines
+test-long: setup-tests ## tests too long for CI: many seeds, this release against the one before, built from history, and the next, and other engines
 	@scripts/build-release previous
 	@scripts/build-release next
 	$(PYTEST) tests/skew
@@ -58,7 +58,7 @@ test-loom: setup ## every interleaving of the rings and fences
 	@RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR="$${CARGO_TARGET_DIR:-target}/loom" \
 		scripts/part test-loom cargo test --release --package shm-protocol --test loom --quiet
 
-test-sim: setup ## 1,000 simulated worlds with faults beside the 1,000 of test-rust, and worlds that must fail
+test-sim: setup ## 1,000 simulated worlds with faults beside the 1,000 of test-rust, and worlds with a fault to find
 	@scripts/part test-sim cargo test --workspace --features connector-shim/c,mesh/rdma --test simulator --quiet -- --runs 1000 --seed 1001
 
 test-python: setup-tests ## the connector against vLLM's signatures and schedulers, without an engine
@@ -73,7 +73,7 @@ test-manifests: setup ## `pillion inject` on odd manifests and on charts, and de
 	@cd tests && PILLION_BINARY="$(CURDIR)/.venv/bin/pillion" ../scripts/part test-manifests ../.cache/tools/bin/python -m pytest -q \
 		ops/test_manifests.py ops/test_charts.py ops/test_odd_manifests.py ops/test_helm.py
 
-identity: setup-tests ## every setting that changes KV, and many that do not, with engines that keep and engines that ask
+identity: setup-tests ## every setting with an effect on KV, and many without, in pairs of engines
 	EVERY_KNOB=1 $(PYTEST) tests/vllm/test_knobs.py tests/identity
 
 test-rdma: ## blocks over RDMA, in a QEMU guest with Soft-RoCE: no RDMA NIC needed; Debian, root or sudo
@@ -83,17 +83,17 @@ test-rdma: ## blocks over RDMA, in a QEMU guest with Soft-RoCE: no RDMA NIC need
 test-gpu: ## the connector in real engines on a GPU: PYTHON=python3 TESTS='tests/gpu/test_kill.py --rounds 40'
 	@$(PYTHON) tests/gpu $(TESTS)
 
-test-ops: setup ## manifests, alerts and dashboard in Prometheus, unit, the book, its quick start, and in podman what make dist built; Debian, root
+test-ops: setup ## manifests, alerts and dashboard in Prometheus, unit, the book, its quick start, and in podman the files of make dist; Debian, root
 	@scripts/setup ops
 	$(PYTEST) -rs tests/monitoring tests/podman
 	cargo build --quiet --locked --package pillion-cli --bin pillion
 	@cd tests && PILLION_BINARY="$${CARGO_TARGET_DIR:-$(CURDIR)/target}/debug/pillion" ../.cache/tools/bin/python -m pytest -q ops
 
-docs: ## the documentation as a book, under target/book/; a warning or a link that leads nowhere is an error
+docs: ## the documentation as a book, under target/book/; a warning or a broken link is an error
 	@scripts/setup docs
 	@PATH="$(CURDIR)/.cache/tools/bin:$$PATH" scripts/book
 
-dist: ## what is released, under dist/: wheel, tarball, lists of parts, images where buildah is; PILLION_TARGET=aarch64-unknown-linux-gnu
+dist: ## the release under dist/: wheel, tarball, lists of parts, images if buildah is installed; PILLION_TARGET=aarch64-unknown-linux-gnu
 	@scripts/setup dist
 	@PATH="$(CURDIR)/.cache/tools/bin:$$PATH" scripts/dist dist$(PILLION_TARGET:%=/%)
 
@@ -136,6 +136,6 @@ bench: setup ## every benchmark, one JSON line each
 fuzz: setup ## every parser of a peer's bytes, SECONDS_EACH=60 for each
 	scripts/fuzz $(SECONDS_EACH)
 
-clean: ## remove what was built (not .venv)
+clean: ## remove build outputs (not .venv)
 	cargo clean
 	rm -rf demo-out dist

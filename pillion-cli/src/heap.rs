@@ -2,7 +2,7 @@
 
 /// A block of this size or more is mapped by itself. A body of 150,000 tokens is smaller: each of its pages would be mapped again.
 const MAPPED_BYTES_MIN: libc::c_int = 1 << 20;
-/// The heap keeps so much at its end for the next body.
+/// Free bytes kept at the heap's end for the next body.
 const KEPT_BYTES: libc::c_int = 4 << 20;
 
 /// Has the kernel get each large block back as soon as it is freed. Call it before a thread starts.
@@ -11,7 +11,7 @@ const KEPT_BYTES: libc::c_int = 4 << 20;
 /// stay resident: with 64 MiB for bodies a router grew to 215 MiB in five waves, and with this to 120 MiB.
 pub(super) fn return_large_blocks() {
     for (name, bytes) in [(libc::M_MMAP_THRESHOLD, MAPPED_BYTES_MIN), (libc::M_TRIM_THRESHOLD, KEPT_BYTES)] {
-        // SAFETY: no thread is there that allocates meanwhile, and glibc takes any value.
+        // SAFETY: no other thread allocates meanwhile, and glibc takes any value.
         let is_set = unsafe { libc::mallopt(name, bytes) };
         debug_assert_eq!(is_set, 1, "a limit below 32 MiB");
     }

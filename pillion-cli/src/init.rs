@@ -4,8 +4,9 @@
 //! containers of one process each, engine and sidecar are both process 1 (docs/decisions/0006). So process 1 starts the
 //! sidecar once more below itself, hands it SIGTERM and SIGINT, reaps, and ends as it ended.
 //!
-//! Once a sidecar has served, one that fails is started again here, however often: were its container to end, Kubernetes would send its
-//! pod, and with it an engine that serves on, no requests for as long as it puts off the container's next start.
+//! Once a sidecar has served, process 1 starts a failed one again, however often: if the container ended,
+//! Kubernetes would send the pod no requests until the container's next start, though its engine still
+//! serves.
 
 use std::process::{Command, ExitCode};
 use std::time::{Duration, Instant};
@@ -17,18 +18,20 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 use rustix::process::{Pid, WaitOptions, WaitStatus};
 
-/// Added to a signal's number where an exit status can only be a number: what shells and container runtimes do.
+/// Added to a signal's number to make an exit status, as shells and container runtimes do.
 const SIGNALLED: i32 = 128;
 
-/// A sidecar that ran for so long had started. If the first one fails sooner, process 1 ends too: a wrong option is seen so.
+/// A sidecar that ran this long had started. If the first one fails sooner, process 1 ends too: so a wrong
+/// option shows.
 const STARTED: Duration = Duration::from_secs(5);
-/// The pause before it is started again, which doubles with each start that fails.
+/// The pause before a new start; each failed start doubles it.
 const PAUSE_MIN: Duration = Duration::from_secs(1);
 const PAUSE_MAX: Duration = Duration::from_secs(10);
 
-/// Runs this very command as a child; answers with its exit status once it has ended for good.
+/// Runs this command as a child, and returns its exit status after its last end.
 pub(crate) fn serve_as_child() -> anyhow::Result<ExitCode> {
-    // Before the child exists: the end of one that ends at once is waiting then. It starts with no signal blocked.
+    // The signals are blocked before the child exists: so the end of a short-lived child waits to be read.
+    // The child starts without blocked signals.
     let watched: SigSet = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGCHLD].into_iter().collect();
     watched.thread_block().context("cannot block signals")?;
     let signals = SignalFd::new(&watched).context("cannot watch signals")?;
@@ -58,14 +61,14 @@ pub(crate) fn serve_as_child() -> anyhow::Result<ExitCode> {
     }
 }
 
-/// Whether a signal ends a pause, in which there is no sidecar.
+/// Returns true if a signal ends the pause before the next start.
 fn is_told_to_end_within(pause: Duration, signals: &SignalFd) -> anyhow::Result<bool> {
     let until = now() + pause;
     loop {
         let left = Timespec::try_from(until.saturating_duration_since(now())).expect("a short time");
         match rustix::event::poll(&mut [PollFd::new(signals, PollFlags::IN)], Some(&left)) {
             Ok(0) => return Ok(false),
-            // An orphan that ended is taken back when the next sidecar ends.
+            // The end of an orphan: `reap` takes it back when the next sidecar ends.
             Ok(_) if matches!(next(signals)?, None | Some(Signal::SIGCHLD)) => {}
             Ok(_) => return Ok(true),
             Err(Errno::INTR) => {}
@@ -79,7 +82,7 @@ fn now() -> Instant {
     Instant::now()
 }
 
-/// The exit status of a child, which gets the signals that come meanwhile.
+/// Waits for a child's end, and returns its exit status. Signals of the time until then go to the child.
 fn until_end(child: Pid, signals: &SignalFd, told_to_end: &mut bool) -> anyhow::Result<u8> {
     loop {
         match next(signals)? {
@@ -97,7 +100,7 @@ fn until_end(child: Pid, signals: &SignalFd, told_to_end: &mut bool) -> anyhow::
     }
 }
 
-/// The next signal, once there is one; `None` where the wait was interrupted.
+/// Waits for the next signal; `None` if the wait was interrupted.
 fn next(signals: &SignalFd) -> anyhow::Result<Option<Signal>> {
     match signals.read_signal() {
         Ok(info) => Ok(info.and_then(|info| Signal::try_from(info.ssi_signo as i32).ok())),
@@ -106,37 +109,37 @@ fn next(signals: &SignalFd) -> anyhow::Result<Option<Signal>> {
     }
 }
 
-/// In the child: it must not outlive process 1, nobody would end it. Called by the only thread there is.
+/// In the child: asks the kernel to kill it when process 1 ends. Called before any second thread.
 pub(crate) fn die_with_parent() -> anyhow::Result<()> {
     let kill = Some(rustix::process::Signal::KILL);
     rustix::process::set_parent_process_death_signal(kill).context("cannot follow process 1")
 }
 
-/// Takes back every process that has ended, orphans too; the status of `child` if it is among them.
+/// Takes back all processes that have ended, orphans too. Returns the status of `child` if it has ended.
 fn reap_children(child: Pid) -> Result<Option<WaitStatus>, Errno> {
     let mut ended = None;
     loop {
         match rustix::process::wait(WaitOptions::NOHANG) {
             Ok(Some((pid, status))) if pid == child => ended = Some(status),
             Ok(Some(_)) | Err(Errno::INTR) => {}
-            // None has ended, or none is left.
+            // No child has ended, or no child is left.
             Ok(None) | Err(Errno::CHILD) => return Ok(ended),
             Err(error) => return Err(error),
         }
     }
 }
 
-/// A child that has just ended needs no signal; its end is the next to be read.
+/// Sends a signal to a child. A child that has just ended ignores it; its end is read next.
 fn pass_on(child: Pid, signal: Signal) {
     let signal = match signal {
         Signal::SIGTERM => rustix::process::Signal::TERM,
         _ => rustix::process::Signal::INT,
     };
-    // It was not reaped yet, so the number is still its own.
+    // The child is not reaped yet, so the number still belongs to it.
     let _ = rustix::process::kill_process(child, signal);
 }
 
-/// The exit status that stands for a child's end.
+/// The exit status for a child's end.
 fn exit_code(exited: Option<i32>, signal: Option<i32>) -> u8 {
     let code = exited.or(signal.map(|number| SIGNALLED + number));
     code.and_then(|code| u8::try_from(code).ok()).unwrap_or(u8::MAX)
@@ -153,6 +156,6 @@ mod tests {
         assert_eq!(exit_code(Some(255), None), 255);
         assert_eq!(exit_code(None, Some(9)), 137);
         assert_eq!(exit_code(None, Some(15)), 143);
-        assert_eq!(exit_code(None, None), 255, "neither is never success");
+        assert_eq!(exit_code(None, None), 255, "an end without a status or signal is no success");
     }
 }

@@ -28,10 +28,10 @@ use sidecar::runtime::server::Server;
 use tokio::sync::{Notify, oneshot};
 use tools::{bench, connector, ctl, doctor, facts, inject, keys, reference, top};
 
-/// Copies in flight may take this long after SIGTERM: 30 GiB/s move any engine's step in a fraction of it, and
-/// Kubernetes waits for 30 s.
+/// The longest time for copies in flight after SIGTERM: at 30 GiB/s any engine's step takes a fraction of it,
+/// and Kubernetes waits for 30 s.
 const GRACE: Duration = Duration::from_secs(5);
-/// The same where there are disks, which take what memory has: ten less than what Kubernetes grants by default.
+/// The same with disks, which get the blocks in memory: 10 s less than Kubernetes' default.
 const GRACE_WITH_DISKS: Duration = Duration::from_secs(20);
 
 /// Pillion keeps a vLLM pod's KV cache in DRAM and on SSD, and shares it with other pods.
@@ -68,14 +68,14 @@ enum Command {
     Inject(inject::InjectOptions),
     /// Copy the connector for vLLM into a folder; an init container does so in the engine's pod.
     Connector(connector::ConnectorOptions),
-    /// Send prompts to one engine that computes them and to another that answers them; see docs/prefill-decode.md.
+    /// Send each prompt to one engine to compute it and to another to answer it; see docs/prefill-decode.md.
     Route(Box<router::RouteOptions>),
-    /// Check this host, or two engines that should share blocks. Exit status: 0 nothing must be changed, 1 something
-    /// must, 2 a file cannot be read.
+    /// Check this host, or two engines meant to share blocks. Exit status: 0 nothing to change, 1 something
+    /// to change, 2 an unreadable file.
     Doctor(Box<doctor::DoctorOptions>),
-    /// Show live what a running sidecar does: tiers, hits, transfers, engines, peers. The key q ends it.
+    /// Show live the work of a running sidecar: tiers, hits, transfers, engines, peers. The key q ends it.
     Top(top::TopOptions),
-    /// Measure what this machine can do, and how close Pillion comes to it; see docs/capacity.md.
+    /// Measure this machine, and how close Pillion comes to its limits; see docs/capacity.md.
     Bench(bench::BenchOptions),
     /// Print the release and the protocol version.
     Version,
@@ -84,7 +84,7 @@ enum Command {
     Options,
 }
 
-/// Exit status of a sidecar that does not start: what the user asked for cannot be had on this host.
+/// Exit status of a sidecar that does not start: its options do not fit this host.
 const NOT_STARTED: u8 = 2;
 
 fn main() -> ExitCode {
@@ -94,8 +94,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// The exit status that an error ends this process with. Its text is all that is told: a trace of this program's functions
-/// names no remedy.
+/// The exit status for an error. Only the error's text is printed: a trace of functions names no remedy.
 fn failure(error: &anyhow::Error) -> ExitCode {
     if is_not_started(error) { ExitCode::from(NOT_STARTED) } else { ExitCode::FAILURE }
 }
@@ -104,7 +103,7 @@ fn is_not_started(error: &anyhow::Error) -> bool {
     error.is::<ConfigError>() || error.is::<StartError>()
 }
 
-/// An error with its causes, but for those that its text has.
+/// An error with its causes, except those in its text.
 fn error_text(error: &anyhow::Error) -> String {
     let mut text = error.to_string();
     for cause in error.chain().skip(1).map(ToString::to_string) {
@@ -259,14 +258,15 @@ fn serve_until_signal(config: &ServeConfig, log: LogLevel) -> anyhow::Result<()>
     Ok(())
 }
 
-/// Readable once one of these has come. Called before any thread starts, so no thread takes the signal itself.
+/// A descriptor, readable once one of these signals has come. Called before any thread starts, so no thread
+/// takes the signal itself.
 fn signals(watched: &[Signal]) -> anyhow::Result<SignalFd> {
     let signals: SigSet = watched.iter().copied().collect();
     signals.thread_block().context("cannot block signals")?;
     SignalFd::new(&signals).context("cannot watch signals")
 }
 
-/// Waits for SIGTERM, SIGINT or an operator's word (true), or for a thread that ended (false).
+/// Waits for SIGTERM, SIGINT or an operator's drain request (true), or for the end of a thread (false).
 fn wait_for_end(signals: &SignalFd, server: &Server) -> anyhow::Result<bool> {
     let (ended, asked) = (server.end_signal(), server.asked());
     let mut watched = [

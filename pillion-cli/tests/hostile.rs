@@ -1,5 +1,5 @@
-//! Broken and hostile engines against a `pillion` process. Each is closed with a reason; the engine beside it is served
-//! on with every byte right, the process lives, and nothing of the other is left.
+//! Broken and hostile engines against a `pillion` process. Each is closed with a reason; a good engine beside
+//! it is still served with every byte right, the process lives, and nothing of the hostile engine is left.
 
 #[path = "hostile/admission.rs"]
 mod admission;

@@ -1,4 +1,4 @@
-//! Pods that share: real sidecars over loopback, every served byte compared.
+//! Pods with shared blocks: real sidecars over loopback, every served byte compared.
 
 mod client;
 
@@ -22,11 +22,11 @@ use shm_protocol::request::SchedulerRequest;
 
 const DRAM: &str = "16MiB";
 const NAME: &str = "pillion.mesh";
-/// Times that a pod is killed.
+/// Count of a pod's kills.
 const ROUNDS: u64 = 5;
-/// What takes longer may have met the end of a query's wait or of a fetch, after 2 s.
+/// A longer operation may have met the end of a query's wait or of a fetch, after 2 s.
 const SOON: Duration = Duration::from_millis(1500);
-/// A registration in etcd outlives its pod by more than this, and by something for the next look.
+/// The least life of a registration in etcd after its pod's end, and the time until the next look.
 const REGISTERED: Duration = Duration::from_secs(4);
 
 /// A pod: its sidecar may live several times.
@@ -36,7 +36,7 @@ struct Pod {
     port: u16,
 }
 
-/// What makes a pod's connections trusted.
+/// The authority of a pod's connections.
 #[derive(Copy, Clone)]
 enum Trust<'a> {
     Nobody,
@@ -66,7 +66,7 @@ impl Pod {
         format!("127.0.0.1:{}", self.port)
     }
 
-    /// Its sidecar, which knows these others.
+    /// Its sidecar, with these peers.
     fn start(&self, others: &[&Self]) -> Sidecar {
         self.start_with(others, Trust::Nobody, &[])
     }
@@ -115,14 +115,14 @@ impl Pod {
     }
 }
 
-/// Waits until a pod knows that another keeps so many blocks.
+/// Waits until a pod knows this many blocks of its peer.
 fn wait_known(sidecar: &Sidecar, keys: usize) {
     sidecar.wait_metric("pillion_mesh_peers", |peers| peers == 1);
     sidecar.wait_metric("pillion_mesh_peer_keys", |known| known == keys as u64);
 }
 
-/// Waits until every one of these keys is served, with its own bytes alone: a query waits for the wire no longer than
-/// its time.
+/// Waits until all of these keys are served, each with its own bytes alone: a query waits for the wire no
+/// longer than its limit.
 fn wait_served(engine: &mut Engine, keys: &[BlockHash], pod: &Pod) {
     watch("every block", || {
         let (served, wrong) = engine.served(keys);
@@ -131,7 +131,8 @@ fn wait_served(engine: &mut Engine, keys: &[BlockHash], pod: &Pod) {
     });
 }
 
-/// Waits until `first` takes `second`, which keeps nothing yet, for a member, and `second` knows what `first` keeps.
+/// Waits until `first` has joined with `second`, which keeps no blocks yet, and `second` knows the blocks of
+/// `first`.
 fn wait_acquainted(first: &Sidecar, second: &Sidecar, keys: usize) {
     wait_known(first, 0);
     wait_known(second, keys);
@@ -144,7 +145,7 @@ fn fault(sidecar: &Sidecar, kind: &str) -> u64 {
     line.expect("every kind is there from the start").parse().unwrap()
 }
 
-/// What a sidecar says that must not start.
+/// The error of a sidecar that must not start.
 fn refused(arguments: &[&str]) -> String {
     let folder = tempfile::tempdir().unwrap();
     let socket = folder.path().join("p.sock");
@@ -165,12 +166,12 @@ fn what_one_pod_computed_is_served_in_another() {
         wait_acquainted(&first, &second, early.len());
         let late = engine.save(&mut 1000);
         wait_known(&second, early.len() + late.len());
-        let known = watch("a namespace that is told of", || {
+        let known = watch("the peer's namespace", || {
             let known = second.ask("GET", "/namespaces", &json!(null)).unwrap();
             (known["not_told"] == json!([])).then_some(known)
         });
         let blocks = (early.len() + late.len()) as u64;
-        // No engine was here yet: what namespace the blocks are of, and its facts, the peer tells.
+        // No engine has connected here: the namespace of the blocks and its facts come from the peer.
         let own = first.ask("GET", "/namespaces", &json!(null)).unwrap()["namespaces"][0].take();
         let entry = json!({
             "namespace": engine.namespace(), "facts": own["facts"], "engines": 0, "block_bytes": own["block_bytes"],
@@ -188,11 +189,11 @@ fn what_one_pod_computed_is_served_in_another() {
             wait_served(&mut other, keys, &b);
         }
         second.wait_metric("pillion_mesh_fetched_blocks_total", |fetched| fetched == blocks);
-        // What comes after the end of a fetch is asked for again.
+        // Blocks that arrive after the end of a fetch are asked for again.
         first.wait_metric("pillion_mesh_served_blocks_total", |served| served >= blocks);
         assert!(second.metric("pillion_query_waits_total") > 0);
         assert_eq!(fault(&second, "corrupt"), 0);
-        // What was fetched is kept, and told of in turn.
+        // Fetched blocks are kept, and announced in turn.
         wait_known(&first, blocks as usize);
         assert_eq!(other.served(&early), (early.clone(), 0));
         assert_eq!(second.metric("pillion_mesh_fetched_blocks_total"), blocks);
@@ -203,12 +204,12 @@ fn what_one_pod_computed_is_served_in_another() {
     }
 }
 
-/// Two NICs on a wire that loses and delays packets: `make test-rdma` has them, in a guest.
+/// Two NICs on a wire with losses and delays, in a guest of `make test-rdma`.
 #[test]
 fn what_one_pod_computed_is_served_in_another_by_rdma() {
     if !["rxe0", "rxe1"].iter().all(|name| Path::new("/sys/class/infiniband").join(name).exists()) {
         assert!(std::env::var_os("PILLION_TEST_RDMA").is_none(), "no devices rxe0 and rxe1");
-        // Not captured, unlike what eprintln prints.
+        // Not captured, unlike the output of eprintln.
         let text = "SKIPPED, no RDMA devices rxe0 and rxe1 here: `make test-rdma` runs this test\n";
         std::io::stderr().write_all(text.as_bytes()).unwrap();
         return;
@@ -228,13 +229,13 @@ fn what_one_pod_computed_is_served_in_another_by_rdma() {
         let regions = Command::new("rdma").args(["resource", "show", "mr"]).output().unwrap().stdout;
         (String::from_utf8(regions).unwrap().matches("mrlen").count() == 2).then_some(())
     });
-    // A query waits for the wire no longer than its time.
+    // A query waits for the wire no longer than its limit.
     watch("every block by RDMA", || (other.served(&keys) == (keys.clone(), 0)).then_some(()));
     second.wait_metric("pillion_mesh_fetched_blocks_total", |fetched| fetched == keys.len() as u64);
     assert!(!b.log().contains("over TCP"), "{}", b.log());
     assert_eq!(fault(&second, "corrupt"), 0);
     second.terminate();
-    // One without a NIC gets them all the same.
+    // A pod without a NIC still gets all blocks.
     let third = c.start_with(&[&a], Trust::By(&AUTHORITY), &[]);
     wait_known(&third, keys.len());
     let mut other = Engine::connect(&third);
@@ -275,12 +276,12 @@ fn a_pod_that_is_killed_while_it_gives_blocks_costs_misses_alone() {
         let first = a.start(&[&b]);
         let mut engine = Engine::connect(&first);
         let keys: Vec<BlockHash> = (0..2 + round).flat_map(|_| engine.save(&mut stamp)).collect();
-        // Another number than the life before had, which may not have been given up yet.
+        // The number of blocks differs from the life before, whose peer may not be given up yet.
         first.wait_metric("pillion_mesh_peers", |peers| peers == 1);
         wait_known(&second, keys.len());
         other.post_query(&keys);
         if round == ROUNDS - 1 {
-            // This time it is too late.
+            // In the last round the kill comes after the fetch.
             second.wait_metric("pillion_mesh_fetched_blocks_total", |fetched| fetched > before);
             second.wait_metric("pillion_mesh_fetching_blocks", |fetching| fetching == 0);
         } else {
@@ -344,18 +345,18 @@ fn members_find_each_other_in_etcd_and_pass_blocks_on() {
     let third = start(&c);
     third.wait_metric("pillion_mesh_peers", |peers| peers > 0);
     third.wait_metric("pillion_mesh_peer_keys", |known| known == keys.len() as u64);
-    // The dead one is a member until its registration ends, and nothing is known of it.
+    // The dead pod is a member until its registration ends, and its blocks are unknown.
     watch("two that have joined", || (b.log().matches("a peer joined").count() == 2).then_some(()));
     let least = if killed.elapsed() < REGISTERED { 2 } else { 1 };
     second.wait_metric("pillion_mesh_peers", |peers| peers >= least);
     wait_served(&mut Engine::connect(&third), &keys, &c);
     second.wait_metric("pillion_mesh_peers", |peers| peers == 1);
-    // Nobody needs etcd to go on.
+    // A mesh of known members goes on without etcd.
     drop(etcd);
     wait_served(&mut Engine::connect(&second), &keys, &b);
 }
 
-/// Nobody waits for a pod that has nothing left to give; its sidecar lives on, as engines may be copying from it.
+/// No query waits for a pod with a shortened pool; its sidecar lives on, as engines may be copying from it.
 #[test]
 fn a_pod_whose_pool_was_cut_leaves_the_mesh_and_lives_on() {
     let etcd = Etcd::start();
@@ -385,7 +386,7 @@ fn a_pod_that_is_killed_takes_its_own_place_in_etcd_with_its_pool() {
     let (first, second) = (start(), b.start_by(&members, Trust::Nobody, &[]));
     let keys = Engine::connect(&first).save(&mut 0);
     wait_known(&second, keys.len());
-    // A block that has no checksum yet is not found in the next life.
+    // A block without a checksum is not adopted by the next life.
     first.wait_metric("pillion_pool_unsummed_blocks", |blocks| blocks == 0);
     first.kill();
     let first = start();
@@ -393,7 +394,7 @@ fn a_pod_that_is_killed_takes_its_own_place_in_etcd_with_its_pool() {
     watch("its next life", || (b.log().matches("a peer joined").count() == 2).then_some(()));
     wait_known(&second, keys.len());
     assert!(!a.log().contains("an earlier registration"), "it did not wait for a lease to end: {}", a.log());
-    // It tells of each block once that is verified.
+    // It announces each block after its verification.
     let mut engine = Engine::connect(&second);
     watch("all of its blocks", || {
         let (served, wrong) = engine.served(&keys);
@@ -414,7 +415,7 @@ fn a_frozen_pod_is_not_waited_for_longer_than_it_may_take() {
     wait_known(&second, keys.len());
     first.freeze(true);
     let mut other = Engine::connect(&second);
-    // More than one query would be asked if each answered with a part.
+    // One query alone: an answer with a part would be followed by others.
     other.post_query(&keys);
     second.wait_metric("pillion_queries_total", |queries| queries == 1);
     assert_eq!(second.metric("pillion_query_hit_blocks_total"), 0);
@@ -423,7 +424,7 @@ fn a_frozen_pod_is_not_waited_for_longer_than_it_may_take() {
     other.scheduler.post(SchedulerRequest::Close { log: 0, way: 0 });
     assert_eq!(other.served(&own), (own.clone(), 0), "the engine goes on");
     first.freeze(false);
-    // As soon as it is not left alone any more, or has joined again.
+    // The pod is asked again after its pause, or after it has joined again.
     watch("the blocks of a pod that has thawed", || {
         let (served, wrong) = other.served(&keys);
         assert_eq!(wrong, 0);
@@ -443,7 +444,7 @@ fn what_the_owner_gave_up_is_a_miss() {
         engine.save(&mut stamp);
     }
     first.wait_metric("pillion_evicted_blocks_total", |evicted| evicted >= old.len() as u64);
-    watch("what is kept to be known", || {
+    watch("all kept blocks to be known", || {
         (first.metric("pillion_blocks") == second.metric("pillion_mesh_peer_keys")).then_some(())
     });
     let (served, wrong) = Engine::connect(&second).served(&old);
@@ -458,10 +459,10 @@ fn bytes_that_changed_at_the_owner_never_reach_an_engine() {
     let keys = Engine::connect(&first).save(&mut 0);
     let second = b.start(&[&a]);
     wait_acquainted(&first, &second, keys.len());
-    // A checksum that is computed later is one of the changed bytes.
+    // A checksum computed later would be of the changed bytes.
     first.wait_metric("pillion_pool_unsummed_blocks", |blocks| blocks == 0);
     wait_served(&mut Engine::connect(&second), &keys, &b);
-    // The next life has nothing: then it is a member.
+    // The second sidecar's blocks are known, so it is a member.
     wait_known(&first, keys.len());
     second.kill();
     corrupt(&pool);
@@ -520,7 +521,7 @@ fn a_request_waits_for_the_pod_that_computes_its_prompt() {
     second.wait_metric("pillion_mesh_peers", |peers| peers == 1);
     let nobodys = |request: u64| keys_after(1_000_000 * request)[..1].to_vec();
 
-    // The first window is open when the producer has nothing yet.
+    // The first window is open while the producer has no blocks yet.
     assert!(engine.served(&nobodys(1)).0.is_empty(), "the rank is known by now");
     second.wait_metric(exhausted, |exhausted| exhausted == 1);
     let mut stamp = 0;
@@ -534,7 +535,7 @@ fn a_request_waits_for_the_pod_that_computes_its_prompt() {
         let outcome = watch("an answer", || Some(engine.scheduler.outcome(op)).filter(known));
         engine.scheduler.post(SchedulerRequest::Close { log: 0, way: 0 });
         if outcome.value < SAVED.len() as u32 && began.elapsed() > SOON {
-            // What is found ends the row of waits that were in vain.
+            // Found blocks end the row of waits without effect.
             wait_known(&second, stamp as usize);
             wait_served(&mut engine, &prompt, &b);
             return None;
@@ -545,7 +546,7 @@ fn a_request_waits_for_the_pod_that_computes_its_prompt() {
     wait_served(&mut engine, &prompt, &b);
     assert_eq!(second.metric(exhausted), in_vain);
 
-    // Three in vain, and nobody waits; a block of the producer's, and the next one does.
+    // After three waits without effect no query waits; after a block of the producer the next one does.
     for request in 2..5 {
         assert_eq!(second.metric(breaker), 0);
         assert!(engine.served(&nobodys(request)).0.is_empty());
@@ -582,7 +583,7 @@ fn what_has_come_from_one_pod_is_loaded_while_another_still_has_the_rest() {
     }
 }
 
-/// `None` where the fetch from the frozen pod has ended before the look at it, or before it thaws.
+/// `None` if the fetch from the frozen pod has ended before the look at it, or before the pod thaws.
 fn loaded_in_two_parts(dies: bool) -> Option<()> {
     let (a, b, c) = (Pod::new("a"), Pod::new("b"), Pod::new("c"));
     let (first, third) = (a.start(&[&b]), c.start(&[&b]));

@@ -1,4 +1,4 @@
-//! `pillion route` between a client and servers that stand for engines.
+//! `pillion route` between a client and servers in place of engines.
 
 #[path = "route/affinity.rs"]
 mod affinity;
@@ -52,7 +52,7 @@ impl Router {
         Self::writing(prefill, decode, arguments, log, Stdio::inherit())
     }
 
-    /// A router with its log and its standard output there.
+    /// A router with this log and this standard output.
     fn writing(
         prefill: &[&str],
         decode: &[&str],
@@ -82,14 +82,14 @@ impl Router {
         stream
     }
 
-    /// All of an answer, as it comes over the wire.
+    /// A whole answer, as bytes of the wire.
     fn raw(&self, method: &str, path: &str, body: &str) -> String {
         let mut text = String::new();
         self.send(method, path, body).read_to_string(&mut text).unwrap();
         text
     }
 
-    /// All of the answer to a body that is said to be JSON, of a form whose name has a byte that is no letter.
+    /// The whole answer to a body with the content type JSON, of a form whose name has a byte of no letter.
     fn json(&self, path: &str, body: &[u8]) -> String {
         let mut stream = TcpStream::connect(("127.0.0.1", self.port)).unwrap();
         let head = format!("POST {path} HTTP/1.1\r\nhost: router\r\ncontent-type: application/json; form=");
@@ -160,7 +160,7 @@ fn a_long_prompt_is_computed_by_one_engine_and_answered_by_another() {
     assert_eq!(prefill.asked().len(), 1, "a short one stays");
     assert!(
         decode.asked()[1].json().get(PARAMS).is_none(),
-        "and what a client says to connectors goes nowhere"
+        "the client's own parameters for connectors are removed"
     );
     assert_eq!(router.counter("pillion_route_prompts_total{way=\"short\"}"), 1);
     assert_eq!(router.counter("pillion_route_prompts_total{way=\"pair\"}"), 1);
@@ -206,8 +206,8 @@ fn an_engine_that_has_a_prompt_computes_the_next_one_before_the_other_engine_is_
     assert_eq!(engines.collect::<Vec<_>>(), [Value::Null, json!("p")]);
 }
 
-/// The answer to a prompt that is put to both roles at once. The engine that computes fails `so` once `count` requests have come to those
-/// that answer, which are two names of one.
+/// The answer to a prompt sent to both roles at once. The prefill engine fails `so` once `count` requests
+/// have come to the decode engine, which has two entries in the list.
 fn fails_behind(so: Manner, decode: &Engine, count: usize, released: &Arc<AtomicBool>) -> Asked {
     let prefill = Engine::start(Manner::Once(Arc::clone(released), Box::new(so)));
     let router = Router::start(&[&prefill.url()], &[&decode.url(), &decode.url()], &[]);
@@ -220,7 +220,7 @@ fn fails_behind(so: Manner, decode: &Engine, count: usize, released: &Arc<Atomic
 #[test]
 fn who_was_asked_at_once_does_not_wait_for_what_failed() {
     let released = Arc::new(AtomicBool::new(false));
-    // Which of the two ends first is open where both do.
+    // The decode engine may end before or after the prefill engine.
     let gives_up = Manner::Once(Arc::clone(&released), Box::new(Manner::Json(500, "{}".into())));
     let breaks = || Manner::Breaks(String::new());
     for (so, waiting, is_hung_up) in [
@@ -253,24 +253,24 @@ fn who_was_asked_at_once_is_left_to_end_its_own_wait_for_what_is_late() {
         watch("the failure", || (router.counter(&failed) == 1).then_some(()));
         released.store(true, Ordering::Relaxed);
         assert_eq!(engine::read(&mut BufReader::new(asked)).unwrap().body, "{\"answer\":  1}");
-        assert_eq!(decode.asked().len(), 1, "what it began is not thrown away");
+        assert_eq!(decode.asked().len(), 1, "its answer is used");
     }
 }
 
 #[test]
 fn of_those_asked_at_once_two_that_broke_off_are_the_most() {
     let breaks = || Manner::Breaks(String::new());
-    // What was asked for anew is not put to any once more.
+    // A prompt sent a second time is not sent a third time.
     let gives_up = Manner::Json(500, "{\"error\": 1}".into());
     let decode = Engine::start(Manner::First(Box::new(Manner::Hang), Box::new(gives_up)));
     let told = fails_behind(breaks(), &decode, 1, &Arc::default());
     assert!(told.line.contains("500") && decode.asked().len() == 2, "{told:?} {:?}", decode.asked());
-    // One that answers broke off before that which computes did: nobody is asked anew.
+    // A decode engine broke off before the prefill engine did: no third engine is asked.
     let decode = Engine::start(Manner::First(Box::new(breaks()), Box::new(Manner::Hang)));
     let told = fails_behind(breaks(), &decode, 2, &Arc::default());
     assert!(told.line.contains("502") && decode.asked().len() == 2, "{told:?} {:?}", decode.asked());
     assert!(told.body.contains("broke off"), "{}", told.body);
-    // One that answers gives the prompt up behind another one that broke off.
+    // A decode engine gives the prompt up after another one broke off.
     let gives_up = Manner::Json(500, "{\"error\": 1}".into());
     let decode = Engine::start(Manner::First(Box::new(breaks()), Box::new(gives_up)));
     let router =
@@ -312,7 +312,7 @@ fn what_a_client_says_to_connectors_reaches_no_engine_by_another_path_or_as_what
     let nested = format!("{{\"sampling_params\": {{\"\\ud800\": 0, \"extra_args\": {}}}}}", said("1"));
     assert!(router.json("/inference/v1/generate", nested.as_bytes()).contains("400 Bad Request"));
     router.json("/reset_prefix_cache", b"");
-    assert_eq!(decode.asked().len(), 2, "no body is none of these");
+    assert_eq!(decode.asked().len(), 2, "an empty body is not refused");
     for place in ["vllm_xargs", "sampling_params"] {
         let extra = json!({ "a": 1, PARAMS: { "do_remote_prefill": true } });
         let extra = if place == "vllm_xargs" { extra } else { json!({ "extra_args": extra }) };
@@ -345,13 +345,17 @@ fn an_engine_that_does_not_compute_a_prompt_costs_no_answer() {
         assert_eq!(
             alone,
             u64::from(*reason == "unreachable"),
-            "who was not there is not asked again at once"
+            "an unreachable engine is not asked again at once"
         );
         router.ask(&prompt(400));
         let alone = router.counter("pillion_route_prompts_total{way=\"no_prefill\"}");
         let expected =
             [("status", 0), ("late", 1), ("unreachable", 2)].into_iter().find(|(name, _)| name == reason);
-        assert_eq!(Some(alone), expected.map(|(_, count)| count), "nor who was late twice in a row");
+        assert_eq!(
+            Some(alone),
+            expected.map(|(_, count)| count),
+            "an engine late twice in a row is not asked either"
+        );
     }
     watch("the hang-ups", || (slow.hung_up() == 2).then_some(()));
 }
@@ -391,13 +395,13 @@ fn a_prompt_that_was_given_up_is_put_to_two_engines_once_more() {
         }
         assert_eq!(router.counter("pillion_route_retries_total"), 1);
     }
-    // Also where it is no stream that may have its first token from another engine, as its first event shows.
+    // Also for a stream whose first event may not come from another engine.
     let right = Manner::Events(vec!["data: 1\n\n".into()]);
     let decode = Engine::start(Manner::First(Box::new(failed()), Box::new(right)));
     let router = Router::start(&[&computes().url()], &[&decode.url()], &["--first-token"]);
     assert!(router.raw("POST", "/v1/completions", &stream_of(300).to_string()).contains("data: 1"));
     assert_eq!(router.counter("pillion_route_retries_total"), 1);
-    // No third time, and none where something was sent.
+    // No third attempt, and no second one after a part of the answer was sent.
     let (prefill, decode) = (computes(), Engine::start(failed()));
     let router = Router::start(&[&prefill.url()], &[&decode.url()], FIRST);
     assert!(router.ask(&prompt(300)).line.contains("500"));
@@ -411,7 +415,7 @@ fn a_prompt_that_was_given_up_is_put_to_two_engines_once_more() {
     assert!(told.contains("error") && decode.asked().len() == 1);
 }
 
-/// As vLLM writes the beginning of a chat.
+/// The beginning of a chat, as vLLM writes it.
 const ROLE: &str = concat!(
     r#"data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":7,"model":"m","choices":[{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]}"#,
     "\n\n"
@@ -444,7 +448,7 @@ fn a_chat_that_was_given_up_behind_its_role_is_put_to_two_engines_once_more() {
         let (prefill, decode) = (computes(), Engine::start(Manner::First(gives_up, answers)));
         let router = Router::start(&[&prefill.url()], &[&decode.url()], &[]);
         let answer = router.raw("POST", "/v1/chat/completions", &chat().to_string());
-        assert_eq!(unchunked(&answer), right.concat(), "what was held comes in its order");
+        assert_eq!(unchunked(&answer), right.concat(), "held events come in their order");
         assert_eq!(router.counter("pillion_route_retries_total"), 1);
     }
 }
@@ -484,7 +488,7 @@ fn another_engine_answers_for_one_that_ends_before_it_said_anything() {
     for end in &ends {
         let decode = answers();
         let router = Router::start(&[&computes().url()], &[&end.url(), &decode.url()], &[]);
-        // Some beginning is that of the engine that ends.
+        // At least one of these beginnings goes to the engine that ends.
         for start in 0..20 {
             let asked = json!({ "prompt": vec![start; 20] });
             assert_eq!(router.ask(&asked).body, "{\"answer\":  1}");
@@ -498,17 +502,17 @@ fn another_engine_answers_for_one_that_ends_before_it_said_anything() {
     let told = router.ask(&prompt(20));
     assert!(told.line.contains("502") && told.body.contains("the connection ended before"), "{told:?}");
     assert_eq!(before().iter().sum::<usize>(), asked.iter().sum::<usize>() + 2, "a third one is spared");
-    // That which computed is one of the two.
+    // The prefill engine is one of the two.
     let broken = Engine::start(Manner::Breaks(String::new()));
     let asked = before();
     let router = Router::start(&[&broken.url()], &urls.each_ref().map(String::as_str), FIRST);
     assert!(router.ask(&prompt(400)).line.contains("502"));
     assert_eq!(before().iter().sum::<usize>(), asked.iter().sum::<usize>() + 1, "a second one is spared");
-    // What may end engines is not put to any once more.
+    // A prompt is not sent again after an engine broke off on it.
     let gives_up = Engine::start(Manner::Json(500, "{\"error\": 1}".into()));
     let router = Router::start(&[&broken.url()], &[&gives_up.url()], FIRST);
     assert!(router.ask(&prompt(400)).line.contains("500") && gives_up.asked().len() == 1);
-    // Not every request may be sent twice.
+    // Requests other than prompts are sent once.
     let router = Router::start(&[&computes().url()], &[&urls[0], &urls[0]], &[]);
     let asked = ends[0].asked().len();
     let told = router.raw("POST", "/v1/audio/transcriptions", "");
@@ -566,7 +570,7 @@ fn another_engine_answers_for_one_that_stands_still() {
         watch("the hang-ups", || (still.hung_up() == given_up).then_some(()));
         assert!(router.raw("GET", "/health", "").contains("\"decode_up\":1"));
     }
-    assert_eq!(slow.hung_up(), 0, "who is slow and lives is waited for, also in that time");
+    assert_eq!(slow.hung_up(), 0, "a slow engine that lives is waited for, also in that time");
 }
 
 #[test]
@@ -674,7 +678,7 @@ fn it_ends_once_the_last_answer_has() {
     assert!(router.process.wait().unwrap().success());
 }
 
-/// What an engine that computes says of a stream of one token.
+/// A prefill engine's answer to a stream of one token.
 const ONE_TOKEN: &str = concat!(
     r#"data: {"id":"cmpl-1","object":"text_completion","created":7,"model":"m","choices":[{"index":0,"text":" a","logprobs":null,"finish_reason":"length","stop_reason":null,"prompt_token_ids":[5,6],"token_ids":[9]}]}"#,
     "\n\ndata: [DONE]\n\n"
@@ -697,13 +701,14 @@ fn the_first_token_comes_before_the_other_engine_is_heard_of() {
     assert!(text.contains("x-engine: it") && !text.contains("keep-alive"), "the engine's headers: {text}");
     assert!(text.contains("\"text\":\" a\"") && text.contains("\"finish_reason\":null"), "{text}");
     assert_eq!((&rest["prompt"], &rest["max_tokens"]), (&json!([5, 6, 9]), &json!(8)));
-    assert_eq!(rest[PARAMS]["pillion"]["tokens"], 2, "what the other engine saves has its key");
+    assert_eq!(rest[PARAMS]["pillion"]["tokens"], 2, "the prompt's tokens saved by the other engine");
     assert_eq!(prefill.asked().last().unwrap().json()["return_token_ids"], true);
     drop(stream);
     watch("its end with the client", || (decode.hung_up() == decode.asked().len()).then_some(()));
 }
 
-/// A request whose first token comes ahead, and what is asked for the rest of it; `None` where no length was known.
+/// A request with its first token ahead, and the decode engine's request for the rest; `None` if the engine's
+/// limit was unknown.
 fn first_token_ahead(router: &Router, decode: &Engine) -> Option<(BufReader<TcpStream>, Value)> {
     let before = decode.asked().len();
     let stream = router.send("POST", "/v1/completions", &stream_of(300).to_string());
@@ -735,14 +740,15 @@ fn an_engine_that_does_not_say_its_length_is_named_once_and_waited_for_while_it_
     });
     assert!(silent.models_asked() > 0 && decode.models_asked() == 1);
     let first = decode.asked()[0].json()["prompt"].as_array().unwrap().len();
-    assert_eq!(first, 300, "a request does not wait for what an engine says of itself");
+    assert_eq!(first, 300, "a request does not wait for an engine's limit");
     let lines = std::fs::read_to_string(&log).unwrap();
     std::fs::remove_file(&log).unwrap();
     let naming = lines.lines().filter(|line| line.contains(&urls[1]) && line.contains("--first-token"));
     assert_eq!(naming.count(), 1, "{lines}");
 }
 
-/// All of a stream with its first token ahead, from an engine that answers in this manner; `None` where no length was known.
+/// The whole stream with its first token ahead, from an engine with this manner; `None` if the engine's limit
+/// was unknown.
 fn with_first_token(manner: Manner) -> Option<(String, Router, Engine)> {
     let (prefill, decode) = (Engine::start(Manner::Events(vec![ONE_TOKEN.into()])), Engine::start(manner));
     let router = Router::start(&[&prefill.url()], &[&decode.url()], &["--first-token"]);

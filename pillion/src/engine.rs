@@ -18,12 +18,12 @@ pub struct JoinOptions {
     pub name: String,
     /// Blocks of memory: a request holds those of its tokens until it is dropped.
     pub blocks: u32,
-    /// Hits from one checked hit to the next: the engine computes the last blocks of a checked hit, and the sidecar compares them. 0: none
-    /// is checked. By default 1,000, and the first hit is one of them.
+    /// Hits from one checked hit to the next: the engine computes the last blocks of a checked hit, and the
+    /// sidecar compares them. 0 checks none. The default is 1,000, and the first hit is checked.
     pub check_every: u32,
     /// Tokens of wholly computed hits for 1,000 loaded ones. By default 2.
     pub check_per_mille: u32,
-    /// How long a load waits for blocks that an engine on another node is computing, in ms. By default it does not wait.
+    /// The longest wait of a load for blocks under computation on another node, in ms. By default it does not wait.
     pub miss_wait_ms: Option<u32>,
 }
 
@@ -192,7 +192,7 @@ impl Engine {
         Ok(proven?)
     }
 
-    /// How many leading tokens are kept of these, here or where the sidecar gets them from. Loads nothing.
+    /// The number of kept leading tokens among these, in this sidecar, on its disks or at its peers. Loads nothing.
     pub fn kept(&self, tokens: &[u32]) -> usize {
         let blocks = self.inner.borrow_mut().kept_blocks(tokens) as usize;
         blocks * self.block_tokens()

@@ -10,7 +10,7 @@ use crate::EngineError;
 
 /// A type for the elements of K and V.
 pub trait Element: Copy + Default + private::Bytes {
-    /// The names of the pages' types that it stands for.
+    /// The names of the pages' element types for `Self`.
     const DTYPES: &'static [&'static str];
 }
 

@@ -74,15 +74,11 @@ fn joined(keeper: &Keeper, name: &str) -> Engine {
     Engine::join(&keeper.socket, &namespace, &options).unwrap()
 }
 
-/// Loads, computes and saves a prompt: how many blocks are kept of the computed ones, and how many tokens were loaded.
+/// Loads, computes and saves a prompt. Returns the number of kept blocks, and of loaded tokens.
 fn answer(engine: &Engine, tokens: &[u32], off: f32) -> (u64, usize) {
     let request = engine.load(tokens);
     let loaded = request.held();
-    assert_eq!(
-        engine.read::<f32>(&request).unwrap(),
-        kv(&tokens[..loaded], 0, 0.0),
-        "what is loaded is right"
-    );
+    assert_eq!(engine.read::<f32>(&request).unwrap(), kv(&tokens[..loaded], 0, 0.0), "loaded KV is right");
     (engine.save(&request, tokens, &kv(tokens, loaded, off)).unwrap(), loaded)
 }
 
@@ -161,7 +157,7 @@ fn a_hit_is_as_long_as_there_is_room() {
     assert_eq!(small.load(&prompt(1)).held(), 3 * BLOCK, "its blocks are free again");
 }
 
-/// Rounding passes; 3 % does not.
+/// Rounding passes the comparison; 3 % does not.
 #[test]
 fn a_joining_engine_saves_once_it_has_proven_what_it_computes() {
     let keeper = Keeper::start();
@@ -194,7 +190,7 @@ fn the_first_hit_is_checked_and_proves_the_engine() {
     let engine = Engine::join(&keeper.socket, &namespace, &JoinOptions::new("engine", 16)).unwrap();
     assert_eq!(answer(&engine, &prompt(1), 0.0).1, 0, "64 tokens at most are computed");
     assert_eq!(answer(&engine, &prompt(1), 0.0).1, FULL * BLOCK);
-    assert_eq!(answer(&engine, &prompt(2), 0.0), (FULL as u64, 0), "what it saves is kept");
+    assert_eq!(answer(&engine, &prompt(2), 0.0), (FULL as u64, 0), "its blocks are kept");
 }
 
 #[test]
@@ -220,7 +216,7 @@ fn what_one_engine_promises_another_one_awaits() {
         assert_eq!(found, kv(&tokens[..held], 0, 0.0));
     });
     drop(request);
-    // Nobody promises this one any more.
+    // The promise of this prompt is over.
     drop(produces.promise(&prompt(2)));
     assert_eq!(own(&keeper, "late").load_awaited(&prompt(2)).held(), 0);
 }

@@ -1,7 +1,7 @@
 """Pillion keeps the KV cache of an LLM engine in a sidecar, over shared memory.
 
-`pillion.connector.PillionConnector` is the KV connector that vLLM loads; `pillion serve` starts the sidecar. This
-package imports vLLM only in `pillion.vllm_compat`.
+`pillion.connector.PillionConnector` is vLLM's KV connector; `pillion serve` starts the sidecar. This package imports vLLM only
+in `pillion.vllm_compat`.
 """
 
 from importlib.metadata import version

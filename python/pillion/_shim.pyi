@@ -45,8 +45,8 @@ __all__ = [
 
 # The bytes of an element, by the types of a page.
 ITEM_BYTES: dict[str, int]
-# How attention kernels arrange a page: a token's key and then its value, or a head's keys, dimension by dimension, and then its
-# values, token by token. Any other packing is a name for equal engines alone.
+# The order of a page's bytes in attention kernels: a token's key and then its value, or a head's keys, dimension by dimension,
+# and then its values, token by token. Any other packing is a name for equal engines alone.
 KEY_THEN_VALUE: str
 KEYS_THEN_VALUES: str
 
@@ -64,11 +64,11 @@ def read_options(extra: dict[str, object]) -> dict[str, Any]:
 
 @final
 class Adapters:
-    """The adapters named by an engine's requests. `request`: the number, name and folder of one, whether ranks read it in every
-    step, whether its bytes are not in its files, and whether its experts are fused."""
+    """The adapters named by an engine's requests. `request`: the number, name and folder of one; True if ranks read it in every
+    step, if its bytes are not in its files, and if its experts are fused."""
 
     def __new__(cls, run: bytes, form: str) -> Adapters:
-        """`form`: further facts on how adapters are applied."""
+        """`form`: further facts on the use of adapters."""
     def look_at(self, request: tuple[int, str, str, bool, bool, bool]) -> bool:
         """Ranks load the adapter unless they hold it. True: they hold other bytes than before."""
     def loads(self, request: tuple[int, str, str, bool, bool, bool]) -> bool:
@@ -86,8 +86,8 @@ class Adapters:
 class Policy:
     """An engine's decisions on its cache (`connector-shim/src/core/policy`), with a session for each cache group.
 
-    The engine hands over numbers. `follow_request` numbers a request. A panic ends the policy: from then on nothing is found or
-    kept, and loads that the engine counts on in the step are told as failed.
+    The engine passes numbers. `follow_request` numbers a request. A panic ends the policy: from then on no block is found or
+    kept, and loads that the engine counts on in the step are reported as failed.
     """
 
     def __new__(
@@ -119,9 +119,9 @@ class Policy:
         under one key. ConfigError: an option does not fit the engine."""
     # --- requests ---
     def may_announce(self, running: int) -> bool:
-        """Whether one more waiting request is announced, beside so many running ones."""
+        """True if one more waiting request is announced, beside so many running ones."""
     def look_for_verdict(self) -> bool:
-        """Whether a check has found other KV since the last step: blocks of before may be wrong."""
+        """True if a check has found other KV since the last step: blocks of before may be wrong."""
     def follow_request(
         self,
         prompt: int,
@@ -131,16 +131,16 @@ class Policy:
         numbers: Numbers,
         tokens: Sequence[int] | None = None,
     ) -> int:
-        """Follows a request from now on; its number. `reads`: it may be served from the cache. `awaits`: its tokens saved by
-        another engine. `tokens`: all of its tokens, where its keys depend on nothing else."""
+        """Follows a request from now on, and returns its number. `reads`: it may be served from the cache. `awaits`: its tokens
+        saved by another engine. `tokens`: all of its tokens, if its keys depend on nothing else."""
     def follow_media(self, id: int, media: list[tuple[str, int, int]]) -> None:
         """Outputs of encoders for a request: identifier, first token, tokens."""
     def progress(self, computed: list[tuple[int, int]]) -> None:
         """So many tokens of these requests are computed by now."""
     def announce(self, id: int) -> None:
-        """A request waits for its turn."""
+        """Notes that a request waits for its turn."""
     def matched(self, id: int, numbers: Numbers, computed: int, alone: bool) -> tuple[int | None, bool]:
-        """Found tokens beyond `computed`, None: ask again; and whether they come beside the steps. The call waits for the
+        """Found tokens beyond `computed`, None: ask again; and True if they come beside the steps. The call waits for the
         step's budget at most."""
     def junction(self, id: int) -> int:
         """The boundary of the request's prefix at which a state is missing: up to there full attention has it; 0: none."""
@@ -149,7 +149,7 @@ class Policy:
     def load_blocks(self, id: int, blocks: list[list[int]]) -> None:
         """Has the step load the hit into these blocks, by group."""
     def sources(self, id: int, tokens: int) -> list[int] | None:
-        """Tokens of the last load by the place of their hit: memory, disk, peer; None where the places are unknown."""
+        """Tokens of the last load by the place of their hit: memory, disk, peer; None for unknown places."""
     def take_hit_tokens(self) -> list[int]:
         """The same of all loads since the last call."""
     def loads_ended(self, ids: list[int], failed: list[int]) -> None:
@@ -159,8 +159,8 @@ class Policy:
     def requests_failed(self, ids: list[int]) -> None:
         """The loads of these requests have failed as a whole."""
     def end_request(self, id: int, aborted: bool, reason: int, tokens: list[int]) -> tuple[int | None, list[int]]:
-        """The request is over, `aborted` before it was computed or not: tokens of its prompt kept for another engine, if one
-        goes on; and blocks to hold."""
+        """Ends a request, `aborted` before it was computed or not. Returns the tokens of its prompt kept for another engine, if
+        one goes on, and blocks to hold."""
     def held(self, blocks: list[int]) -> None:
         """The engine holds these blocks until `begin_step` or `release_held` gives them back."""
     def release_held(self) -> list[int]:
@@ -178,24 +178,24 @@ class Policy:
         """A step has been scheduled. `begun`: requests with a new block table: number (-1: not followed), blocks by group,
         groups without a session last, their tokens. `grown`: further blocks. `filled`: other blocks the step writes.
         `offered`: states made by the step: request, group, block, and tokens of the state. `copied`: blocks copied before it
-        computes, from and to. Returns the requests due in `end_step`, released blocks, and whether blocks of before may be
+        computes, from and to. Returns the requests due in `end_step`, released blocks, and True if blocks of before may be
         wrong."""
     def end_step(self, due: list[tuple[int, int | None, Numbers]], computes: int) -> PolicyStep:
         """Posts the step's saves. `due`: each such request and its tokens computed by the step. `computes`: the number of all
         requests computed by the step."""
     def passes_over(self, step: int) -> bool:
-        """Whether `accept_step` of this step wants to know the requests of the open steps."""
+        """True if `accept_step` of this step needs the requests of the open steps."""
     def accept_step(self, step: int, scheduled: dict[int, list[int]] = ...) -> None:
         """The engine has taken the output of a step; earlier outputs not taken by now never will be."""
     # --- weights ---
     @property
     def updating(self) -> bool: ...
     def update(self, updating: bool) -> None:
-        """An update of the weights begins, or has ended."""
+        """Notes the begin or the end of an update of the weights."""
     def disown(self) -> None:
-        """Nothing of before is kept."""
+        """Keeps no block of before."""
     def weights_may_have_changed(self) -> None:
-        """Every rank says again what it computes with."""
+        """Has every rank state its weights again."""
     def ranks_copy(self) -> None:
         """Ranks copy for themselves."""
     # --- state and messages ---
@@ -208,11 +208,11 @@ class Policy:
     def take_events(self, group: int) -> list[PolicyEvent]:
         """Changes of a group's blocks."""
     def lingers(self) -> bool:
-        """Whether an engine without requests is to step on for these."""
+        """True if an engine without requests must step on for these."""
     def blocks_cleared(self) -> None:
         """Routers were told to forget all blocks."""
     def sessions(self) -> list[SchedulerSession]:
-        """The sessions of the groups, to look at."""
+        """The sessions of the groups, for their figures."""
     def log(self, id: int, group: int) -> int:
         """The key log of a request in a group; -1: none."""
     def disconnect(self) -> None:
@@ -220,11 +220,11 @@ class Policy:
 
 @final
 class RankLoads:
-    """A rank's loads in all cache groups, and the reports of their ends. Each report is told again until vLLM has taken the
-    output of its step: vLLM frees the blocks of a request with a running load only once it learns of the load's end."""
+    """A rank's loads in all cache groups, and the reports of their ends. Each report is repeated until vLLM has taken the
+    output of its step: vLLM frees the blocks of a request with a running load only after the report of the load's end."""
 
     def __new__(cls, whole: bool) -> RankLoads:
-        """`whole`: a load that lacks a block has failed as a whole."""
+        """`whole`: a load without all blocks has failed as a whole."""
     def begin_step(self, step: int, passed: Sequence[int]) -> None:
         """A step begins; vLLM has passed over those others."""
     def begin_load(self, group: int, request: str, plan: bytes) -> None:
@@ -234,7 +234,7 @@ class RankLoads:
     def end_group(self, group: int) -> None:
         """All loads of a group have ended, without any block."""
     def fail_blocks(self, blocks: list[int]) -> None:
-        """A step reads these blocks, which were not loaded."""
+        """Notes blocks that a step reads, and that were not loaded."""
     def look_for_ends(self, group: int, session: WorkerSession, within_us: int) -> None:
         """Notes the ends of a group's loads, and waits at most so long for that of a request."""
     def take_ended(self) -> set[str] | None:
@@ -242,27 +242,27 @@ class RankLoads:
     def take_failed(self) -> set[str]:
         """Requests with a load that failed as a whole; each is among the last `take_ended`."""
     def take_failed_blocks(self) -> set[int]:
-        """Blocks not loaded. Those that a step has read are told once: other requests may have the blocks since."""
+        """Blocks not loaded. Blocks read by a step are reported once: other requests may have the blocks since."""
 
 @final
 class LayerWaits:
-    """A forward on a GPU that waits for its loads cut by cut, just before the layers that read them. A kind of forward may do
+    """A forward on a GPU with waits for its loads cut by cut, just before the layers that read them. A kind of forward may do
     so once a whole forward of that kind has called the hook of every layer in order."""
 
     def __new__(
         cls, layers: list[str], cut_layers: list[int], allowed: bool, running_mode: Callable[[], str | None]
     ) -> LayerWaits:
         """`cut_layers`: layers of each cut. `allowed`: one forward a step calls the hooks. `running_mode`: the kind of the
-        forward that calls a hook, None: of one that proves nothing."""
+        forward under a hook; None: a forward that proves nothing."""
     def begin_step(self) -> list[int]:
         """The waits left by a forward that raised, by their cuts."""
     def permits(self, mode: str | None) -> bool:
-        """Whether a forward of this kind may wait cut by cut."""
+        """True if a forward of this kind may wait cut by cut."""
     def expect_blocks(self, blocks: list[int]) -> None:
         """This step's forward waits for these blocks cut by cut."""
     @property
     def waiting(self) -> bool:
-        """Whether this step's forward still has waits to enqueue."""
+        """True if this step's forward still has waits to enqueue."""
     def reach_layer(self, layer: str) -> list[int] | None:
         """The waits to enqueue before a layer; None: no further hook of the step has an effect."""
     def end_step(self, loading: int) -> tuple[list[int], list[int]] | None:
@@ -290,9 +290,9 @@ class SchedulerSession:
         promise_wait_ms: int | None = None,
         wait_max_ms: int | None = None,
     ) -> SchedulerSession:
-        """`part_blocks`: blocks of a part, where queries may be answered while their blocks are on their way; 0: they may
-        not. `whole_blocks`: queries of an awaiting log for so many blocks may not either. `groups`: 16 bytes, a digest of the
-        table of cache groups, as stated by the workers too."""
+        """`part_blocks`: blocks of a part, if queries may be answered while their blocks are on their way; 0: they may not.
+        `whole_blocks`: queries of an awaiting log for so many blocks may not either. `groups`: 16 bytes, a digest of the table
+        of cache groups, as stated by the workers too."""
     @property
     def connected(self) -> bool: ...
     @property
@@ -330,17 +330,17 @@ class SchedulerSession:
     def tell_prefill(self, token_ns: float, slope_ns: float) -> None:
         """The engine computes a prompt's first token in so many nanoseconds, and each further one `slope_ns` slower."""
     def arriving(self, log: int) -> bool:
-        """Whether blocks of the last answer were on their way: load them asynchronously."""
+        """True if blocks of the last answer were on their way: load them asynchronously."""
     def sources(self, log: int, start: int, count: int) -> list[int]:
         """Blocks among hits `start..start + count`, to be loaded: found in memory, on a disk and at a peer."""
     def load(self, log: int, start: int, block_ids: list[int], step: int, sync: bool) -> list[bytes]:
-        """Posts a load under the log's lease and returns its plan, or, where blocks are on their way, one for each part, each
-        a load with its own end; empty: no lease covers it, load nothing."""
+        """Posts a load under the log's lease and returns its plan; if blocks are on their way, one plan for each part, each a
+        load with its own end; empty: no lease covers it, load nothing."""
     def save(self, log: int, start: int, block_ids: list[int], step: int, checked: bool = False) -> bool:
         """Posts a save of keys from `start`, to be read once `step` is done, and kept once it was accepted; False: dropped.
 
         `checked`: blocks already kept under these keys are compared with the saved ones; `stats` counts them as
-        `blocks_checked` and `blocks_differing`, and blocks not to be kept, since this engine has proven nothing, as
+        `blocks_checked` and `blocks_differing`. Blocks not kept, because this engine has proven nothing, count as
         `blocks_unproven`.
         """
     def accept(self, step: int) -> None:
@@ -363,13 +363,13 @@ class SchedulerSession:
         200 ms at most, until every rank has called `set_weights` with this count. A count not above the last one does
         nothing."""
     def end_step(self) -> None:
-        """Publishes, reaps, refills the budget, and looks whether the sidecar is still there."""
+        """Publishes, reaps, refills the budget, and checks that the sidecar is still there."""
     def announce(self) -> None:
-        """Has `take_changes` tell of every block within this engine's reach at the sidecar, and then of changes. Called
-        again, of every block again: the router has forgotten all."""
+        """Has `take_changes` report every block within this engine's reach at the sidecar, and then changes. A further call has
+        every block reported again: the router has forgotten all."""
     def take_changes(self) -> tuple[list[tuple[bool, bool, bytes]], bool]:
-        """Changes since the last call, in their order: whether the block can be found there now, whether its place is a disk,
-        and its key; and whether a save has not ended. Changes of one block at one place alternate. Without a sidecar nothing
+        """Changes since the last call, in their order: True if the block can be found there now, True if its place is a disk,
+        and its key; and True if a save has not ended. Changes of one block at one place alternate. Without a sidecar no block
         can be found."""
     def stats(self) -> dict[str, int]: ...
     def take_notices(self) -> list[str]:
@@ -379,7 +379,7 @@ class SchedulerSession:
 
 @final
 class BlockingEngine:
-    """An engine of one process that waits for its cache; `pillion.engine` says what each call does. A request is a number."""
+    """An engine of one process: its calls wait for the cache. `pillion.engine` documents them. A request is a number."""
 
     def __new__(
         cls,
@@ -408,11 +408,11 @@ class BlockingEngine:
     def reserve(self, request: int, tokens: list[int]) -> list[int]:
         """The request's blocks, with room for the KV of all of these tokens; raises without room."""
     def save(self, request: int) -> int:
-        """Takes the reserved tokens' KV as written; how many blocks are kept of these."""
+        """Takes the reserved tokens' KV as written; returns the number of kept blocks among them."""
     def end_request(self, request: int) -> None: ...
     def kept_blocks(self, tokens: list[int]) -> int: ...
     def begin_proof(self, tokens: list[int]) -> tuple[bool, int | None]:
-        """Whether the engine has proven itself; and the request to reserve, write and pass to `end_proof`."""
+        """True if the engine has proven itself; and the request to reserve, write and pass to `end_proof`."""
     def end_proof(self, request: int) -> bool: ...
     def counts(self) -> dict[str, int]: ...
     def take_notices(self) -> list[str]: ...
@@ -466,7 +466,7 @@ class WorkerSession:
         """The namespace and its facts in one line, as the sidecar logs it; empty as `namespace` is."""
     def set_weights(self, count: int, digest: bytes | None) -> None:
         """States the weights of this rank, by a digest of 16 bytes, in answer to the scheduler's `weights(count)`; 0:
-        the rank found the change by itself. None: they cannot be sampled, and its blocks are shared with nobody from now on.
+        the rank found the change by itself. None: they cannot be sampled, and its blocks are not shared from now on.
         Loads fail until the engine is bound again."""
     def join(self, run: bytes) -> None:
         """Takes part in the scheduler's run; idempotent. Picks up a new connection."""
@@ -478,7 +478,7 @@ class WorkerSession:
     def load(self, plan: bytes, stream: int = 0, by_cuts: bool = False) -> list[int] | None:
         """A synchronous load: loads now and returns the failed blocks. On a GPU nothing is waited for and none fail: the
         wait for all blocks is enqueued on the stream, or with `by_cuts` left to `wait_cut`. Any other load begins, and
-        `finished` tells its end."""
+        `finished` reports its end."""
     def wait_cut(self, cut: int, stream: int) -> None:
         """Enqueues the wait for cut `cut`, counted from 0, and all before it, of every sync load since `start`."""
     @property

@@ -1,4 +1,4 @@
-"""The keys of `kv_connector_extra_config` that begin with `pillion.`, checked by `connector-shim/src/core/options.rs`."""
+"""The keys of `kv_connector_extra_config` with the prefix `pillion.`, checked by `connector-shim/src/core/options.rs`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Config:
     record_otlp: str | None
 
     def copier(self, on_gpu: bool) -> str:
-        """Who writes loaded blocks. A host copy of a frozen sidecar could be neither awaited nor revoked, a GPU's can."""
+        """The writer of loaded blocks. A host copy of a frozen sidecar could not be awaited or revoked; a GPU copy can."""
         if self.copy != "auto":
             return self.copy
         return "sidecar" if on_gpu else "engine"

@@ -1,7 +1,7 @@
 """`PillionConnector`: a KV connector for vLLM, with blocks kept in the Pillion sidecar.
 
-The class only hands vLLM's hooks to their role: [pillion.scheduler][] in the scheduler process, [pillion.worker][] in each
-rank. If an engine cannot be served yet, the class says so once and stays out of the way.
+The class only passes vLLM's hooks to their role: [pillion.scheduler][] in the scheduler process, [pillion.worker][] in each
+rank. If an engine cannot be served yet, the class logs the reason once and stays out of the way.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ def __getattr__(name: str) -> Any:
 
 @dataclass(frozen=True)
 class RankState(KVConnectorHandshakeMetadata):
-    """A rank's word to the scheduler role before the first request."""
+    """A rank's statement to the scheduler role before the first request."""
 
-    # Why the rank is not served; empty: it is.
+    # The reason if the rank is not served; otherwise empty.
     out_reason: str = ""
     host: str = ""
-    # Whether the rank copies for itself although the sidecar was to.
+    # True if the rank copies for itself instead of the sidecar.
     copies: bool = False
 
 
 def this_host() -> str:
-    """The kernel's name of its own run, the same in all containers of a host; empty where the kernel gives none."""
+    """The kernel's id of its own run, the same in all containers of a host; empty if the kernel gives none."""
     try:
         return BOOT_ID.read_text()
     except OSError:
@@ -70,18 +70,18 @@ def this_host() -> str:
 
 
 class PillionConnector(KVConnectorBase_V1, SupportsHMA):
-    """Both roles of the connector. At most one of `_scheduler` and `_worker` is set; neither where Pillion stays out."""
+    """Both roles of the connector. At most one of `_scheduler` and `_worker` is set; neither if Pillion stays out."""
 
     # The state last reported to vLLM, with its reason.
     _told: tuple[State, str] | None = None
-    # Whether another connector is beside this one.
+    # True if another connector is beside this one.
     _is_one_of_several = False
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig | None = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._scheduler: Scheduler | None = None
         self._worker: Worker | None = None
-        # Why neither is.
+        # The reason if neither is set.
         self._out = ""
         extra = self._kv_transfer_config.kv_connector_extra_config or {}
         config = options.parse(extra)
@@ -112,17 +112,17 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """The layout named by `pillion.layout`; with `auto` the one with each block in one run, where it is known to work."""
+        """The layout named by `pillion.layout`; with `auto` the one with each block in one run, for models that permit it."""
         transfer = vllm_config.kv_transfer_config
         config = options.parse((transfer and transfer.kv_connector_extra_config) or {})
         if config.layout != "auto":
             return None if config.layout == "none" else config.layout
-        # MultiConnector ends the start where two connectors name different ones.
+        # MultiConnector ends the start if two connectors name different layouts.
         return None if vllm_compat.is_one_of_several(vllm_config) else vllm_compat.fitting_layout(vllm_config)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Never: where a graph calls no hook between layers, none is needed."""
+        """Never: a graph that calls no hook between layers needs none."""
         return False
 
     @property
@@ -192,7 +192,7 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing: whole blocks are saved after the step."""
 
     def wait_for_save(self) -> None:
-        """Tells the sidecar of this step's written KV. Waits for nothing."""
+        """Reports this step's written KV to the sidecar. Waits for nothing."""
         if self._worker:
             self._worker.end_step()
 
@@ -201,7 +201,7 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
         return None, self._worker.take_ended() if self._worker else None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """As `get_finished`, with the requests among them whose loads failed as a whole. vLLM 0.30 and later asks so."""
+        """As `get_finished`, with the requests among them whose loads failed as a whole. Called by vLLM 0.30 and later."""
         results = super().get_transfer_results(finished_req_ids)
         if self._worker:
             results.failed_recving |= self._worker.take_failed()
@@ -248,12 +248,12 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.bind(gpu_block_pool)
 
     def on_new_request(self, request: Request) -> None:
-        """Tells the sidecar of the coming query."""
+        """Announces the coming query to the sidecar."""
         if self._scheduler:
             self._scheduler.announced(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """The number of tokens in the cache beyond `num_computed_tokens`, and whether they come asynchronously."""
+        """The number of tokens in the cache beyond `num_computed_tokens`, and True if they come asynchronously."""
         return self._scheduler.match(request, num_computed_tokens) if self._scheduler else (0, False)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -294,7 +294,7 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.take_events() if self._scheduler else ()
 
     def has_pending_push_work(self) -> bool:
-        """Whether an engine without requests steps on for a moment: the ends of its last saves are still to be told."""
+        """True while an engine without requests must step on for a moment: the ends of its last saves are not reported yet."""
         return self._scheduler is not None and self._scheduler.lingers
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
@@ -311,7 +311,7 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
         return EngineState.of(*told, counts)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Forgets a request; the answer is for its router to hand to the next engine. Saves never hold its blocks."""
+        """Forgets a request. The answer is the router's text for the next engine. Saves never hold the request's blocks."""
         return False, self._scheduler.finished(request) if self._scheduler else None
 
     def request_finished_all_groups(

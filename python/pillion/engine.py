@@ -1,7 +1,7 @@
 """A KV cache behind Pillion, for engines other than vLLM, which is not imported: `find` a namespace, make an `Engine` in it,
 `load` the KV kept of a prompt, `save` the KV computed. docs/engines.md has the order of calls and the engine's duties.
 
-Each call returns when its work is done. The rules of what is served, checked and kept are those of vLLM's connector, in Rust.
+Each call returns after its work. The rules of serving, checking and keeping are those of vLLM's connector, in Rust.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from typing import Any, NamedTuple
 from pillion import _shim, pages
 from pillion.pages import FormError
 
-# The sidecar answers within 10 s, its peers within one more, or it says that it cannot.
+# The sidecar answers within 10 s, its peers within one more; otherwise it answers with an error.
 CONTROL_PATIENCE_S = 15.0
-# As of vLLM's connector.
+# The defaults of vLLM's connector.
 CHECK_EVERY = 1000
 CHECK_PER_MILLE = 2
 logger = logging.getLogger("pillion")
 
 
 class EngineError(RuntimeError):
-    """A call that cannot be served. The text names the remedy."""
+    """A failed call. The text names the remedy."""
 
 
 class Address(NamedTuple):
-    """A sidecar's `--control-listen`, for a process of another user than the sidecar's."""
+    """A sidecar's `--control-listen`, for a process of another user."""
 
     # HOST:PORT.
     listen: str
@@ -46,12 +46,12 @@ class Address(NamedTuple):
     token_file: str | os.PathLike[str]
 
 
-# Where a sidecar is asked: at its control socket, or at its address.
+# The place of a request for namespaces: a sidecar's control socket, or its address.
 Control = str | os.PathLike[str] | Address
 
 
 class Difference(NamedTuple):
-    """A fact on which this engine and a namespace do not agree."""
+    """A fact with different values in this engine and in a namespace."""
 
     fact: str
     ours: str | None
@@ -61,26 +61,26 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True)
 class Namespace:
-    """What engines state whose blocks are interchangeable, and how that differs from what this engine states."""
+    """Engines with interchangeable blocks: their facts, and the differences from the facts of this engine."""
 
-    # 32 hex digits; empty where it is what the facts make, whatever that is.
+    # 32 hex digits; empty for the namespace made by the facts.
     digest: str
     facts: Mapping[str, str]
     # Bytes of a block, all shards.
     block_bytes: int
-    # Empty where the engine may join, for all that was stated.
+    # Empty if the engine may join, by its stated facts.
     differs: tuple[Difference, ...] = ()
-    # How many leading blocks of the tokens that were asked for are kept; None where that was not asked.
+    # The number of kept leading blocks of the tokens in the call of `find`; None without tokens.
     kept: int | None = None
 
     @property
     def form(self) -> str:
-        """The inside of a page, as `pillion.pages` reads it."""
+        """The inside of a page, in the form of `pillion.pages`."""
         return self.facts["page_form"]
 
     @property
     def tokens(self) -> int:
-        """Of a block."""
+        """Tokens of a block."""
         return int(self.facts["block_tokens"])
 
     @property
@@ -96,12 +96,12 @@ def find(
     control: Control | None = None,
     **facts: str,
 ) -> list[Namespace]:
-    """The namespaces that the sidecar knows, those first that differ least from what this engine states.
+    """The sidecar's namespaces, those with the fewest differences from this engine's facts first.
 
-    It states the digest of the `weights` in a directory and any other `facts`, such as dtype="torch.float32"; the more it
-    states, the less it takes on trust. With `tokens`, namespaces that do not differ are asked what they keep of them.
-    `control` is the sidecar's control socket: by default the one beside `socket`. Its user or root may ask there. Another user
-    names an `Address`.
+    The engine states the digest of the `weights` in a directory and any other `facts`, such as dtype="torch.float32"; with more
+    facts it takes less on trust. With `tokens`, each namespace without differences has the number of kept blocks. `control` is
+    the sidecar's control socket, by default the one beside `socket`. Its user or root may ask there. Another user names an
+    `Address`.
     """
     stated = dict(facts)
     if weights is not None:
@@ -121,7 +121,7 @@ def _control_of(socket: str | os.PathLike[str]) -> Path:
 
 
 def _listed(control: Control) -> list[dict[str, Any]]:
-    """The namespaces of which the sidecar knows what their engines stated."""
+    """The namespaces with facts stated by their engines."""
     if isinstance(control, Address):
         where, remedy = (
             control.listen,
@@ -207,7 +207,7 @@ class Request:
 
 
 class Engine:
-    """An engine of a namespace under a name of its own. For one thread at a time."""
+    """An engine of a namespace, with its own name. For one thread at a time."""
 
     def __init__(
         self,
@@ -220,15 +220,15 @@ class Engine:
         check_every: int = CHECK_EVERY,
         check_per_mille: int = CHECK_PER_MILLE,
     ) -> None:
-        """`name`: another one for each engine of a sidecar. `blocks`: a request holds those of its tokens until it ends.
-        `arrays`: the library of K and V, numpy or torch; numpy by default. `miss_wait_ms`: how long a load waits for blocks
-        that another pod is computing. `check_every` hits one is checked, 0: none; `check_per_mille` of the loaded tokens are
-        computed for long checks."""
+        """`name`: another one for each engine of a sidecar. `blocks`: a request holds the blocks of its tokens until it ends.
+        `arrays`: the library of K and V, numpy or torch; numpy by default. `miss_wait_ms`: the longest wait of a load for
+        blocks under computation in another pod. `check_every` hits one is checked, 0: none; `check_per_mille` of the loaded
+        tokens are computed for long checks."""
         self.namespace = namespace
         self._arrays = arrays
         row, shards = namespace.block_bytes, namespace.shards
         piece = pages.piece_bytes(namespace.form, shards)
-        # Block 0 is no request's.
+        # Block 0 is never given to a request.
         self._shape = (row // piece, blocks + 1, piece)
         descriptor = os.memfd_create("pillion-engine", os.MFD_CLOEXEC)
         try:
@@ -268,25 +268,25 @@ class Engine:
 
     def read(self, request: Request, out: tuple[Any, Any] | None = None) -> tuple[Any, Any]:
         """K and V of the held tokens, [layers, heads, tokens, dim], in the first tokens of `out`, or as `pages.read` gives
-        them: where that can be in place, so until the request ends."""
+        them: in place if possible, and then valid until the request ends."""
         k, v = pages.read(self.memory, self.namespace.form, request.blocks, self.namespace.shards, out)
         return (k, v) if out else (k[:, :, : request.held], v[:, :, : request.held])
 
     # --- requests ---
 
     def load(self, tokens: Sequence[int], awaits: bool = False) -> Request:
-        """A request of these tokens, on the KV kept for them: from the first token on, of all but the last one at most.
+        """A request of these tokens, with their kept KV in its blocks: from the first token on, without the last one.
 
-        `awaits`: another engine computes these tokens, or is about to. The call waits for that: 2 s at most, and 30 s while
-        the other engine has promised them (`promise`) and works. Of some hits the last blocks are left to be computed here,
-        and are compared once they are saved."""
+        `awaits`: another engine computes these tokens now or soon. The call waits for that: 2 s at most, and 30 s while the
+        other engine has promised them (`promise`) and works. The last blocks of some hits must be computed here, and are
+        compared after their save."""
         return self._begun(self.blocking.begin_awaited if awaits else self.blocking.begin_load, tokens)
 
     def promise(self, tokens: Sequence[int]) -> Request:
         """`load`, and a promise: this engine computes and saves the rest for another one, which may await it meanwhile.
 
-        For as soon as the prompt has come; `save` may be called part by part. The promise lasts until the request ends, 30 s
-        at most, while the engine makes a call at least every 5 s. 64 promises of an engine count at once."""
+        Call it as soon as the prompt has come; `save` may be called part by part. The promise lasts until the request ends, 30
+        s at most, while the engine makes a call at least every 5 s. 64 promises of an engine count at once."""
         return self._begun(self.blocking.begin_promised, tokens)
 
     def _begun(self, begin: Callable[[list[int]], int], tokens: Sequence[int]) -> Request:
@@ -298,10 +298,10 @@ class Engine:
         """Keeps computed KV: `k` and `v`, [layers, heads, tokens, dim], of the tokens from `request.held` to the end of
         `tokens`.
 
-        `tokens` are all of the request, from its first one on, those of its answer too; they are held then. Full blocks are
-        kept; the rest is once it is full. Answers how many blocks are kept of these. The engine accepts the KV by this call:
-        it comes once the computation has returned without an error, on every device. In a namespace that was found, nothing
-        of an engine is kept before a comparison has proven it (`prove`), unless it is the first there."""
+        `tokens` are all tokens of the request, from the first one on, with those of its answer; after the call they are held.
+        Full blocks are kept; a partial block is kept once it is full. Returns the number of kept blocks. The engine accepts the
+        KV by this call, so call it after the computation returned without an error, on every device. In a found namespace, no
+        block of an engine is kept before a comparison has proven its KV (`prove`), unless the engine is the first there."""
         self._write(request.number, tokens, k, v)
         kept = self.blocking.save(request.number)
         self._log()
@@ -329,9 +329,9 @@ class Engine:
     def prove(self, tokens: Sequence[int], compute: Callable[[list[int]], tuple[Any, Any]]) -> bool:
         """Proves this engine's KV by the first kept block of a prompt. After that it may save, as long as the sidecar lives.
 
-        `compute` gives K and V of that block's tokens, [layers, heads, tokens, dim]; it is called only if the block is kept,
-        and if nothing has proven the engine to this sidecar yet. False: the block is not kept, so try the next prompt. Raises
-        `EngineError` where the blocks differ: the namespace is closed to this engine then."""
+        `compute` returns K and V of that block's tokens, [layers, heads, tokens, dim]; it is called only if the block is kept
+        and the engine is not proven to this sidecar yet. Returns False if the block is not kept: try the next prompt. Raises
+        `EngineError` if the blocks differ: the engine is then barred from the namespace."""
         proven, number = self.blocking.begin_proof(list(tokens))
         if number is None:
             return proven
@@ -346,7 +346,7 @@ class Engine:
             self._log()
 
     def kept(self, tokens: Sequence[int]) -> int:
-        """How many leading blocks of these tokens are kept, here or where the sidecar gets them from. Loads nothing."""
+        """The number of kept leading blocks of these tokens, in this sidecar, on its disks or at its peers. Loads nothing."""
         kept = self.blocking.kept_blocks(list(tokens))
         self._log()
         return kept
@@ -362,6 +362,6 @@ class Engine:
         self.close()
 
     def _log(self) -> None:
-        """Passes on the sidecar's messages."""
+        """Logs the sidecar's messages."""
         for notice in self.blocking.take_notices():
             logger.warning("pillion: %s", notice)

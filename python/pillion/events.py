@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-# By vLLM's names: memory of the sidecar, and its disks.
+# vLLM's names for the sidecar's memory and its disks.
 MEDIA = ("CPU", "STORAGE")
-# The policy knows the blocks of a finished request for so long.
+# Time for which the policy knows the blocks of a finished request.
 KNOWN_S = 10.0
 
 
@@ -31,7 +31,7 @@ class Events:
         self._over: dict[int, Request] = {}
 
     def ended(self, number: int, request: Request) -> None:
-        """A request is over."""
+        """Notes the end of a request."""
         now = time.monotonic()
         # `take` is in every step, and freeing a long prompt takes a while.
         while self._ended and self._ended[0][0] <= now:

@@ -1,6 +1,6 @@
-"""Everything that makes the bytes of two engines interchangeable, as facts: texts by name, which the namespace digests.
+"""All facts of an engine with an effect on the bytes of blocks, as texts by name, for the digest of its namespace.
 
-What the model computes with is `pillion.identity`'s, and its weights as they run are `pillion.sample`'s: no fact holds them.
+The model's configuration is in `pillion.identity`; its weights as they run are in `pillion.sample`, and not in any fact.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 NONE_HASH_RULE_SINCE = (0, 29)
 logger = vllm_compat.init_logger("vllm.pillion")
 ENVIRONMENT = "environment variables"
-# Settings that change KV by more than the rounding of one kernel or another, with vLLM's defaults: by fact, and by where in
-# vLLM's configuration they are. Only what is set otherwise is stated, so a setting that a version lacks is at its default.
+# Settings that change KV by more than a kernel's rounding, with vLLM's defaults: by fact, and by their place in vLLM's
+# configuration. Only a setting off its default is stated, so a setting missing in a version is at its default.
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "numerics": {
         "attention_config": {
@@ -53,7 +53,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
             "VLLM_B12X_MOE_FP4_FORCE_A16": False,
         },
     },
-    # Pixels and what an encoder makes of them. The hash of an image holds its content or the name that the user gives it.
+    # Pixels, and the output of an encoder. An image's hash covers its content, or its name from the user.
     "multimodal": {
         "model_config.multimodal_config": {
             "mm_processor_kwargs": None,
@@ -67,12 +67,12 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         # The model dots3 makes JPEGs of a video's frames, in this quality.
         ENVIRONMENT: {"XHS_VIDEO_JPEG_QUALITY": "85"},
     },
-    # What plugins read, and tables beside the model.
+    # Settings of plugins, and tables beside the model.
     "additional": {"": {"additional_config": {}, "engram_config": None}},
 }
 
 
-# Settings that name a file.
+# Settings with the path of a file.
 FILES = ("mm_encoder_fp8_scale_path",)
 
 
@@ -83,7 +83,7 @@ def _contents(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 class Facts:
-    """One rank's facts. What cannot be compared makes a fact that no other engine states, and a warning in the log."""
+    """One rank's facts. A value without a comparison becomes a fact of this engine alone, and a warning in the log."""
 
     def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, models: Models) -> None:
         self._config = config
@@ -96,7 +96,7 @@ class Facts:
         )
 
     def stated(self, form: str) -> dict[str, str]:
-        """All of them; `form` is the inside of a page."""
+        """All facts; `form` is the inside of a page."""
         model, cache = self._vllm_config.model_config, self._vllm_config.cache_config
         spec = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec
         settings = {fact: self._settings(fact) for fact in SETTINGS}
@@ -131,7 +131,7 @@ class Facts:
         return {name: str(value) for name, value in stated.items()}
 
     def running(self) -> dict[str, str]:
-        """Those that may change while the engine runs."""
+        """The facts that may change while the engine runs."""
         model = self._vllm_config.model_config
         return {
             "config": self._read("the model's configuration", lambda: identity.configuration(model.hf_config)),
@@ -140,7 +140,7 @@ class Facts:
 
     @property
     def experts_apart(self) -> bool:
-        """Whether engines of the same model hold different experts: those of data-parallel ones, and those that move."""
+        """True if engines of the same model hold different experts: data-parallel engines, or engines with moving experts."""
         parallel = self._vllm_config.parallel_config
         dealt = getattr(parallel, "enable_expert_parallel", False) and parallel.data_parallel_size > 1
         names = (name for model in self._models.loaded for name, _ in model.named_modules())
@@ -148,13 +148,13 @@ class Facts:
 
     @property
     def experts_move(self) -> bool:
-        """Whether experts change places while the engine runs."""
+        """True if experts change places while the engine runs."""
         return bool(getattr(self._vllm_config.parallel_config, "enable_eplb", False))
 
     def _read(self, what: str, read: Callable[[], str]) -> str:
         try:
             return read()
-        except Exception as error:  # what configurations and modules hold is their model's
+        except Exception as error:  # configurations and modules hold values of any type
             return self._keep_private(
                 f"{what} cannot be compared ({error})", "let the model keep only numbers, texts, lists and mappings there"
             )
@@ -166,12 +166,12 @@ class Facts:
         return self._private
 
     def _layers(self) -> str:
-        """How many cache layers, and a digest of their names in order."""
+        """The number of cache layers, and a digest of their names in order."""
         names = self._kv_cache_config.kv_cache_groups[0].layer_names
         return f"{len(names)} {hashlib.sha256(','.join(names).encode()).hexdigest()[:16]}"
 
     def _quantization(self) -> str:
-        """The method, and what the user configured of it; the model's own part is in the fact `config`."""
+        """The method, and the user's configuration of it; the model's own part is in the fact `config`."""
         model = self._vllm_config.model_config
         configured = getattr(model, "quantization_config", None)
         if configured is None:
@@ -179,7 +179,7 @@ class Facts:
         return f"{model.quantization} " + self._read("quantization_config", lambda: identity.words(configured))
 
     def _settings(self, fact: str) -> str:
-        """Settings of `SETTINGS` that are not at their defaults."""
+        """The settings of `SETTINGS` off their defaults."""
         found: dict[str, Any] = {}
         for place, defaults in SETTINGS[fact].items():
             owner: Any = self._vllm_config
@@ -205,7 +205,7 @@ class Facts:
         return f" {found or self._keep_private(why, 'serve the model from a folder, or set pillion.model_id')}"
 
     def _drafter(self) -> str:
-        """The model that proposes tokens, if it has layers of KV beside the other ones in a block."""
+        """The draft model, if its layers of KV lie beside the other ones in a block."""
         if not vllm_compat.drafts_with_kv(self._vllm_config):
             return "none"
         speculative = self._vllm_config.speculative_config
@@ -214,13 +214,13 @@ class Facts:
         return f"{speculative.method} {getattr(speculative, 'model', None)} {config}"
 
     def _adapters(self) -> str:
-        """Whether requests may name one. Keys of theirs hold a digest of its files; bare ones only its name."""
+        """The rule for requests with adapters. Keys have a digest of an adapter's files; bare keys have its name alone."""
         if getattr(self._vllm_config, "lora_config", None) is None:
             return "none"
         return "digest" if vllm_compat.extra_form() == "tagged" else self._private
 
     def _none_hash(self, algorithm: str) -> str:
-        """The hash that every chain starts from, by vLLM's rule of this version."""
+        """The hash at the start of every chain, by the rule of this version of vLLM."""
         seed = os.environ.get("PYTHONHASHSEED")
         if seed is None and (algorithm.startswith("xxhash") or vllm_compat.version() < NONE_HASH_RULE_SINCE):
             return self._keep_private(
@@ -239,7 +239,7 @@ class Facts:
         return model_files.digest_weights(self._vllm_config.model_config, self._load_format)
 
     def _weights(self) -> str:
-        """What was to be loaded: the user's word, else files."""
+        """The weights to load: the user's `model_id`, or the digest of the files."""
         if self._config.model_id is not None:
             return f"user's word: {self._config.model_id}"
         return self._files or self._keep_private(
@@ -248,7 +248,7 @@ class Facts:
         )
 
     def _experts(self) -> str:
-        """What stands for experts that no sample can compare: the files, whatever the user calls them."""
+        """The fact of experts outside of all samples: their files, with any `model_id`."""
         if not self.experts_apart:
             return "sampled"
         return self._files or self._keep_private(

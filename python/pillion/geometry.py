@@ -1,7 +1,7 @@
-"""Where a block's bytes lie, read from the strides of the engine's KV tensors.
+"""The places of a block's bytes, read from the strides of the engine's KV tensors.
 
-A block is the concatenation of its regions in (group, layer) order. What a layout is called does not matter: only the
-strides are believed. `form` describes the inside of a page, which the namespace digests; where pages lie is not in it.
+A block is the concatenation of its regions in (group, layer) order. The name of a layout does not matter: only the strides
+count. `form` describes the inside of a page, for the namespace's digest; the places of pages are not in it.
 shm-protocol/PROTOCOL.md, section 1, defines both.
 """
 
@@ -23,7 +23,7 @@ class GeometryError(ValueError):
 
 
 class Heads(NamedTuple):
-    """What the heads of a layer hold: elements of a key and of a value, and how kernels arrange them."""
+    """The heads of a layer: elements of a key and of a value, and their order in kernels."""
 
     keys: int
     values: int
@@ -48,7 +48,7 @@ class Geometry:
 
 
 def describe(layers: list[tuple[str, torch.Tensor]], blocks: int, heads: Mapping[str, Heads] | None = None) -> Geometry:
-    """Describes the layers of one cache group, in order; `heads` of each layer, where they are known."""
+    """Describes the layers of one cache group, in order; `heads` of each layer with known ones."""
     if not layers:
         raise GeometryError("no layer of the model keeps KV")
     storages: dict[int, torch.UntypedStorage] = {}
@@ -64,10 +64,10 @@ def describe(layers: list[tuple[str, torch.Tensor]], blocks: int, heads: Mapping
 
 
 def split_pages(name: str, tensor: torch.Tensor, blocks: int) -> tuple[torch.Tensor, int]:
-    """A layer's tensor with an axis that counts vLLM's blocks, and which one that is."""
+    """A layer's tensor with an axis over vLLM's blocks, and the number of that axis."""
     axes = [axis for axis, size in enumerate(tensor.shape) if size == blocks]
     if not axes and tensor.shape[0] % blocks == 0:
-        # The attention kernels take smaller blocks than vLLM counts: several of theirs make one.
+        # The attention kernels have smaller blocks than vLLM: several of theirs make one.
         return tensor.unflatten(0, (blocks, -1)), 0
     if not axes:
         raise GeometryError(f"layer {name}: no axis of {tuple(tensor.shape)} has {blocks} blocks")
@@ -79,7 +79,7 @@ def self_test(layers: list[tuple[str, torch.Tensor]], geometry: Geometry, blocks
     and clears them. No KV is there yet."""
     import torch
 
-    # As plain words: some of the KV's data types cannot be copied, and their NaNs need not survive it.
+    # As integers: some of the KV's data types cannot be copied, and their NaNs need not survive it.
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     block = blocks - 1
     expected, pages = [], []
@@ -99,7 +99,7 @@ def self_test(layers: list[tuple[str, torch.Tensor]], geometry: Geometry, blocks
         ]
         right = torch.equal(torch.cat(found), torch.cat(expected))
     finally:
-        # A kernel may read what it masks, and a NaN times nothing is a NaN.
+        # A kernel may read masked bytes, and a NaN times zero is a NaN.
         for page in pages:
             page.zero_()
     if not right:

@@ -1,4 +1,4 @@
-"""A model with several cache groups, such as windows beside full attention: each group is to the sidecar an engine of its own.
+"""A model with several cache groups, such as windows beside full attention: each group is an engine of its own to the sidecar.
 
 Its blocks have their own namespace and leases. The engine decides on a request's hit: the blocks present in all groups.
 """
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class Group(NamedTuple):
-    """A cache group as a part of the connector knows it."""
+    """A cache group, for the parts of the connector."""
 
-    # vLLM's number of it.
+    # vLLM's number of the group.
     number: int
-    # The block tokens of all of vLLM's groups, where there are others; 0: the group is scratch, and has no session.
+    # The block tokens of all of vLLM's groups; empty for a single group. 0: the group is scratch, and has no session.
     sizes: tuple[int, ...] = ()
     # Hashes of a request for each of this group's keys, of blocks or of states: the last of them is the key.
     hashes: int = 1
@@ -30,7 +30,7 @@ class Group(NamedTuple):
 
     @property
     def several(self) -> bool:
-        """Whether the engine has other groups."""
+        """True if the engine has other groups."""
         return bool(self.sizes)
 
     def engine(self, name: str) -> str:
@@ -43,7 +43,7 @@ ALONE = Group(0)
 
 
 def parts(kv_cache_config: KVCacheConfig) -> list[tuple[Group, KVCacheConfig]]:
-    """Each group that is kept, with a configuration of its own."""
+    """Each kept group, with a configuration of its own."""
     groups = kv_cache_config.kv_cache_groups
     if len(groups) == 1:
         return [(ALONE, kv_cache_config)]
@@ -56,14 +56,14 @@ def parts(kv_cache_config: KVCacheConfig) -> list[tuple[Group, KVCacheConfig]]:
 
 
 def order_groups(group: Group) -> list[int] | None:
-    """vLLM's numbers of all groups, those without a session last; None where that is vLLM's own order."""
+    """vLLM's numbers of all groups, those without a session last; None for vLLM's own order."""
     if all(group.sizes):
         return None
     return sorted(range(len(group.sizes)), key=lambda number: not group.sizes[number])
 
 
 def steps_wait(config: Config) -> bool:
-    """Whether a step may wait for a load: on a GPU, with copies by the sidecar."""
+    """True if a step may wait for a load: on a GPU, with copies by the sidecar."""
     on_gpu = vllm_compat.on_gpu()
     return on_gpu and config.copier(on_gpu) != "engine"
 
@@ -98,8 +98,8 @@ def policy(
 
 
 def _form(group: Group, kv_cache_config: KVCacheConfig) -> tuple[int, int, int, int, int]:
-    """Tokens of a block, hashes of a key, tokens of its window, blocks read by the token behind a boundary, 0: all, as in an
-    only group, and the least tokens between two of its states, 0: it keeps none."""
+    """Tokens of a block; hashes of a key; tokens of its window; blocks read by the token behind a boundary (0: all, as in an
+    only group); the least tokens between two of its states (0: it keeps none)."""
     window, size = vllm_compat.window(kv_cache_config), vllm_compat.block_tokens(kv_cache_config)
     reads = max(1, -(-(window - 1) // size)) if window and group.several else 0
     return size, group.hashes, window, reads, vllm_compat.state_tokens(kv_cache_config)

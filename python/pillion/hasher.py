@@ -1,10 +1,10 @@
 """The block hashes of a new prompt, made by native code: vLLM's own bytes, in a fraction of the time; and its keys.
 
-vLLM hashes a prompt block by block in Python before anything else of the request begins. Of each prompt's blocks the first,
-the last and one between them, another one each time, are hashed by vLLM too, each upon the native hash before it; where they
-differ, or anything fails, vLLM hashes alone from then on.
+vLLM hashes a prompt block by block in Python before anything else of the request begins. In each prompt vLLM also hashes
+the first block, the last and one between, another one each time, each upon the native hash before it. If they differ, or
+anything fails, vLLM hashes alone from then on.
 
-A key is vLLM's hash, but for the xxhash kinds: any client can construct two blocks of one such hash. A second digest of the
+A key is vLLM's hash, except for the xxhash kinds: any client can construct two blocks of one such hash. A second digest of the
 same tokens and extra keys is made here, and the keys stay with the request.
 """
 
@@ -16,20 +16,20 @@ from typing import Any
 from pillion import _shim, vllm_compat
 
 Hasher = Callable[[Any], list[bytes]]
-# Fewer blocks, such as those that fill while a request decodes, are not worth it: checking two of three takes 10 us.
+# Fewer blocks, as of a request under decode, are not worth it: checking two of three takes 10 us.
 WORTH_BLOCKS = 8
-# The attribute of a request with its keys, one for each of its hashes. It is absent or None where they could not be made.
+# The attribute of a request with its keys, one for each of its hashes. It is absent or None if they could not be made.
 KEYS = "pillion_keys"
 logger = vllm_compat.init_logger("vllm.pillion")
 
 
 def has_second_digest(algorithm: str) -> bool:
-    """Whether a key of this algorithm is longer than vLLM's hash."""
+    """True if a key of this algorithm is longer than vLLM's hash."""
     return _shim.hash_fact(algorithm) != algorithm
 
 
 class RequestHasher:
-    """Called as vLLM calls its own: with a request, for the hashes of its full blocks that have none yet."""
+    """Called in place of vLLM's hasher: takes a request, and returns the hashes of its full blocks without one yet."""
 
     def __init__(self, vllms: Hasher, algorithm: str, native: bool, block_tokens: int, first_parent: bytes) -> None:
         self._vllms = vllms
@@ -38,7 +38,7 @@ class RequestHasher:
         self._first_parent = first_parent
         self._makes_keys = has_second_digest(algorithm)
         self._native = native
-        # Prompts hashed so far, which choose the block between.
+        # Count of hashed prompts; it chooses the block between.
         self._turn = 0
 
     def __call__(self, request: Any) -> list[bytes]:
@@ -51,7 +51,7 @@ class RequestHasher:
         return hashes
 
     def _hash(self, request: Any, start: int) -> _shim.Chain | None:
-        """The new blocks, hashed natively; None where vLLM is to hash them."""
+        """The new blocks, hashed natively; None if vLLM must hash them."""
         end = vllm_compat.token_count(request) // self._block_tokens
         if not self._native or end - start < WORTH_BLOCKS or vllm_compat.has_extra_keys(request):
             return None
@@ -102,7 +102,7 @@ class RequestHasher:
 
 
 class _Part:
-    """A request with so many blocks hashed, and so many tokens."""
+    """A request with fewer hashed blocks and tokens."""
 
     def __init__(self, request: Any, block_hashes: list[bytes], num_tokens: int) -> None:
         self._request = request
@@ -114,7 +114,7 @@ class _Part:
 
 
 def install(algorithm: str, native: bool) -> None:
-    """Lets the engine that is being built, and it alone, make keys beside its hashes, and hash prompts natively if `native`."""
+    """Makes the engine under construction, and it alone, make keys beside its hashes, and hash prompts natively if `native`."""
     if native or has_second_digest(algorithm):
         vllm_compat.wrap_next_block_hasher(lambda vllms, *block: RequestHasher(vllms, algorithm, native, *block))
 
@@ -123,7 +123,7 @@ _warned: set[str] = set()
 
 
 def keys_of(request: Any) -> list[bytes]:
-    """The keys that were made beside a request's hashes; none where they could not be."""
+    """The keys beside a request's hashes; empty if they could not be made."""
     keys: list[bytes] | None = getattr(request, KEYS, None)
     if vllm_compat.block_hashes(request) and not hasattr(request, KEYS) and not _warned:
         _warned.add(KEYS)

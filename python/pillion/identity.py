@@ -1,6 +1,6 @@
-"""What a model computes KV with beside its weights: its configuration after overrides, and its rotary caches as built.
+"""The parts of a model's computation beside its weights: its configuration after overrides, and its built rotary caches.
 
-Both are facts. A fact is a short text: a digest of everything that counts, and in words the values that people change.
+Both are facts. A fact is a short text: a digest of all of the values, and in words those that users change.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-# Keys of a configuration that make no KV, at every depth, by the reason. Names that a model's own code may read in another
-# sense (`top_k` and `temperature` of a router, `max_length`) are none of them.
+# Keys of a configuration without an effect on KV, at every depth, by the reason. Names with another meaning in a model's own
+# code (`top_k` and `temperature` of a router, `max_length`) are not among them.
 IGNORED = {
-    "where it was read": "_name_or_path name_or_path _commit_hash",
-    "who wrote it, and what transformers would run; vLLM runs code of its own": (
+    "the place of the files": "_name_or_path name_or_path _commit_hash",
+    "the author, and code of transformers; vLLM runs code of its own": (
         "transformers_version auto_map attn_implementation _attn_implementation _attn_implementation_internal "
         "_attn_implementation_autoset _experts_implementation _experts_implementation_internal"
     ),
-    "how weights are stored; what runs is the fact dtype": "dtype torch_dtype",
+    "the stored type of weights; the type in use is the fact dtype": "dtype torch_dtype",
     "how transformers calls it": (
         "use_cache output_attentions output_hidden_states return_dict use_return_dict torchscript gradient_checkpointing "
         "chunk_size_feed_forward"
@@ -34,7 +34,7 @@ IGNORED = {
         "attention_probs_dropout_prob attn_pdrop embd_pdrop resid_pdrop router_aux_loss_coef router_z_loss_coef "
         "output_router_logits"
     ),
-    "which token is chosen of the model's output": (
+    "the choice of tokens from the model's output": (
         "do_sample top_p typical_p num_beams num_beam_groups diversity_penalty repetition_penalty length_penalty "
         "no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences early_stopping "
         "remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens "
@@ -45,30 +45,30 @@ IGNORED = {
     ),
 }
 IGNORED_KEYS = frozenset(" ".join(IGNORED.values()).split())
-# Nothing below these is ignored: there `dtype` and the like say how the model computes.
+# No key below these is ignored: `dtype` and the like are parts of the computation there.
 WHOLE_KEYS = frozenset({"quantization_config", "compression_config"})
-# Rows of a rotary cache that are read. Longer caches of plain RoPE differ in length alone.
+# The rows read of a rotary cache. Longer caches of plain RoPE differ in length alone.
 ROWS = 4096
-# What modules know of themselves that makes no KV: torch's mode and vLLM's choice of kernels. Lengths, which begin with
-# `max_position`, follow from the configuration.
+# Attributes of modules without an effect on KV: torch's mode and vLLM's choice of kernels. Lengths (`max_position...`) follow
+# from the configuration.
 UNRELATED = frozenset({"training", "enabled", "use_aiter", "use_flashinfer"})
-# Elements of a list, and characters of all values, that a fact shows.
+# Elements of a list, and characters of all values, in a fact.
 SHOWN_ELEMENTS = 4
 SHOWN_CHARACTERS = 400
 logger = logging.getLogger("vllm.pillion")
 
 
 class Unreadable(TypeError):
-    """A value that cannot be written the same way by every process."""
+    """A value without a form equal in every process."""
 
 
 def canonical(config: Any) -> str:
-    """A model configuration as JSON, the same wherever the model computes the same; raises `Unreadable`."""
+    """A model configuration as JSON, equal for equal computations; raises `Unreadable`."""
     return _json(_plain(config.to_dict(), IGNORED_KEYS, ""))
 
 
 def configuration(config: Any) -> str:
-    """The fact `config`: a digest of `canonical`, which the debug log shows, and the rope parameters."""
+    """The fact `config`: a digest of `canonical`, whose text is in the debug log, and the rope parameters."""
     text = canonical(config)
     logger.debug("pillion: a model's configuration: %s", text)
     shown = " ".join(f"{name}={value}" for name, value in _rope(json.loads(text), ""))[:SHOWN_CHARACTERS]
@@ -76,15 +76,15 @@ def configuration(config: Any) -> str:
 
 
 def words(value: Any) -> str:
-    """Any setting as a fact: as it is where it is short, else a digest and its beginning; raises `Unreadable`."""
+    """Any setting as a fact: its text if short, otherwise a digest and its beginning; raises `Unreadable`."""
     text = _json(_plain(value, frozenset(), ""))
     return text if len(text) <= SHOWN_CHARACTERS else f"{_digest(text)} {text[:SHOWN_CHARACTERS]}"
 
 
 def rotary(models: Iterable[torch.nn.Module], dtype: torch.dtype) -> str:
-    """The fact `rotary`: how many rotary modules there are, a digest of what they rotate by, and the first kinds in words.
+    """The fact `rotary`: the number of rotary modules, a digest of their tables, and the first kinds in words.
 
-    Caches are read in `dtype`, the model's: vLLM replaces a cache by one of that type in its first forward.
+    Caches are read in `dtype`, the model's type: vLLM replaces a cache by one of that type in its first forward.
     """
     digest, kinds = hashlib.sha256(), []
     for name, module, tensors in _rotary_modules(models):
@@ -108,7 +108,7 @@ def _json(value: Any) -> str:
 
 
 def _plain(value: Any, ignored: frozenset[str], path: str) -> Any:
-    """The value made of what JSON has. Never by `repr`, which may hold an address, another in every process."""
+    """The value in JSON's types. Never by `repr`: it may have an address, another in every process."""
     import torch
 
     if isinstance(value, enum.Enum):
@@ -134,7 +134,7 @@ def _plain(value: Any, ignored: frozenset[str], path: str) -> Any:
 
 
 def _rope(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Every value whose path names rope, at any depth of the configuration."""
+    """Every value with rope in its path, at any depth of the configuration."""
     for key, item in value.items() if isinstance(value, dict) else ():
         below = f"{path}.{key}".lstrip(".")
         if isinstance(item, dict):
@@ -167,7 +167,7 @@ def _rotary_modules(models: Iterable[torch.nn.Module]) -> Iterator[tuple[str, to
 
 
 def _scalars(module: torch.nn.Module) -> dict[str, Any]:
-    """What the module keeps beside tensors: numbers, texts, and lists of them, by name."""
+    """The module's attributes beside tensors: numbers, texts, and lists of them, by name."""
     found = {}
     for name, value in sorted(vars(module).items()):
         if value is None or name.startswith(("_", "max_position")) or name in UNRELATED:

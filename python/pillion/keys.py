@@ -1,8 +1,8 @@
-"""Block keys as vLLM derives them, for who has no engine at hand: routers, prewarming, other engines.
+"""Block keys by vLLM's rules, for programs without an engine: routers, prewarming, other engines.
 
-`derive` answers a whole request, `Chain` grows with one. Extra keys are given as vLLM has them: for each block a list of
-("lora", name, path), ("mm", identifier, offset), ("cache_salt", salt), ("prompt_embeds", digest), in this order, or None;
-bytes may also be `{"bytes": hex}`, as in captured JSON. A wrong argument raises `ShimError`, whose text names the remedy.
+`derive` returns the keys of a whole request, `Chain` grows with one. Extra keys have vLLM's form: for each block a list of
+("lora", name, path), ("mm", identifier, offset), ("cache_salt", salt), ("prompt_embeds", digest), in this order, or None; bytes
+may also be `{"bytes": hex}`, as in captured JSON. A wrong argument raises `ShimError`; its text names the remedy.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ExtraKeys = Sequence[Any]
 
 
 class Keys(NamedTuple):
-    """What `derive` answers."""
+    """The result of `derive`."""
 
     none_hash: bytes
     hashes: list[bytes]
@@ -28,7 +28,7 @@ class Keys(NamedTuple):
 
 
 def none_hash(algo: str, *, seed: str | None = None, rule: str = "0.29") -> bytes:
-    """NONE_HASH, the parent of a first block, of an engine whose PYTHONHASHSEED is `seed`.
+    """NONE_HASH, the parent of a first block, for an engine with this `seed` as its PYTHONHASHSEED.
 
     `rule` is "0.29" for that vLLM and later, "0.28" for earlier ones.
     """
@@ -57,7 +57,7 @@ def derive(
 
 
 class Chain:
-    """The block hashes of one request, growing with its tokens: what was hashed is never hashed again.
+    """The block hashes of one request, growing with its tokens: no token is hashed twice.
 
     For one thread at a time.
     """
@@ -66,9 +66,9 @@ class Chain:
         self._chain = _shim.Chain(algo, none_hash, block_size, form)
 
     def append(self, token_ids: Sequence[int], extra_keys: Iterable[ExtraKeys | None] | None = None) -> None:
-        """Appends tokens; the first entry of `extra_keys` is for the first block that was not full before.
+        """Appends tokens; the first entry of `extra_keys` is for the first block not full before.
 
-        Keys of a block that stays partial are not kept: give them again when it fills.
+        Keys of a partial block are not kept: give them again when it fills.
         """
         self._chain.append(token_ids, None if extra_keys is None else [_block(keys) for keys in extra_keys])
 

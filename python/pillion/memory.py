@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # A sleep waits so long for copies of the KV memory. A load of an engine takes at most some hundred milliseconds.
 REST_S = 10.0
-# A step begun after a pause of so many seconds looks whether the weights are still the same. A look takes milliseconds on a
+# A step begun after a pause of so many seconds compares the weights with those of before. That takes milliseconds on a
 # GPU; on a CPU its kernels must be asked, for as long as a decoding step.
 LOOK_AFTER_S_GPU = 1.0
 LOOK_AFTER_S_CPU = 60.0
@@ -49,9 +49,9 @@ class GroupMemory:
         self.group = group
         self._beside_others = beside_others
         self.session: _shim.WorkerSession | None = None
-        # Why this rank has no session.
+        # The reason for the missing session of this rank.
         self.out_reason = ""
-        # Whether this process copies although the sidecar was to.
+        # True if this process copies instead of the sidecar.
         self.copies = False
         # For the sidecar to compare with other engines: facts, and a digest of the live weights.
         self._facts: dict[str, str] = {}
@@ -59,7 +59,7 @@ class GroupMemory:
         self._sampler: Sampler | None = None
         self._live: Live | None = None
         self._live_weights: bytes | None = None
-        # How often the weights may have changed so far, as the scheduler counts, and when this rank had its last step.
+        # Count of possible changes of the weights, by the scheduler, and the time of this rank's last step.
         self._weights = 0
         self.last_step_s = time.monotonic()
         # The namespace last named in the log.
@@ -73,7 +73,7 @@ class GroupMemory:
         self._reconnect: Callable[[], None] | None = None
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Shows the KV memory to the sidecar: a GPU's as it is, a host's once it is moved to shared memory in place."""
+        """Shows the KV memory to the sidecar: a GPU's as it is, a host's after its move to shared memory in place."""
         layers = vllm_compat.layers(self.kv_cache_config, kv_caches)
         try:
             served = "cuda" if vllm_compat.on_gpu() else "cpu"
@@ -224,10 +224,10 @@ class GroupMemory:
         self._say_namespace(session)
 
     def _follow_weights(self, session: _shim.WorkerSession, metadata: PillionMetadata) -> None:
-        """Tells the sidecar the digest of the weights once they may have changed: it binds the engine to the word of all ranks.
+        """Reports the digest of the weights after a possible change: the sidecar binds the engine by the digests of all ranks.
 
-        Weights may be written past vLLM without notice, but hardly while requests run: so a pause is followed by a look,
-        before this step loads anything.
+        Weights may be written past vLLM without notice, but hardly while requests run. So after a pause the weights are
+        compared, before this step loads anything.
         """
         paused = time.monotonic() - self.last_step_s
         self.last_step_s += paused
@@ -261,7 +261,7 @@ class GroupMemory:
         return int(torch.cuda.current_stream(self.device).cuda_stream)
 
     def say_notices(self) -> None:
-        """Hands on the session's messages for the log."""
+        """Logs the session's messages."""
         assert self.session is not None
         for notice in self.session.take_notices():
             logger.warning("pillion: %s", notice)
@@ -274,7 +274,7 @@ def _share(storage: torch.UntypedStorage, ranks: int) -> int:
     try:
         descriptor, _ = storage._share_fd_cpu_()
     except RuntimeError:
-        # torch's word for a full file system: another rank took the room meanwhile.
+        # torch's error for a full file system: another rank took the room meanwhile.
         _shim.check_shared_memory(storage.nbytes(), ranks, full=True)
         raise
     return int(descriptor)

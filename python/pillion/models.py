@@ -1,4 +1,4 @@
-"""The models that a rank has loaded. vLLM hands connectors none, so they are looked for among the process's objects."""
+"""The loaded models of a rank. vLLM gives connectors none, so they are found among the process's objects."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 class Models:
-    """The outermost modules that some layers are parts of, each once: the model, and one that drafts for it.
+    """The outermost modules around some layers, each once: the model, and its draft model.
 
-    They are found once: the collector does not list objects that vLLM freezes later. They are not kept alive.
+    They are found once: the collector does not list objects frozen later by vLLM. They are not kept alive.
     """
 
     def __init__(self, layers: Iterable[torch.nn.Module]) -> None:

@@ -1,4 +1,4 @@
-"""K and V of a block by strides: the fact `page_form` read, and blocks read and written by it. For engines other than vLLM.
+"""K and V of a block by strides: the fact `page_form`, and reads and writes of blocks by it. For engines other than vLLM.
 
 shm-protocol/PROTOCOL.md, section 1, defines the text. Memory is an array of bytes of numpy or of torch; K and V are arrays of
 the same library. Neither is imported here, and vLLM is not either. The text is read in Rust.
@@ -21,21 +21,21 @@ from pillion._shim import ITEM_BYTES
 
 # A copy of a shorter piece costs more by its call than by its bytes.
 PIECE_BYTES_MIN = 4096
-# Of one head that numpy copies: 128 KiB of keys of 128 elements in 32 tokens, which fit into a core's cache.
+# Blocks of one head in a copy by numpy: 128 KiB of keys of 128 elements in 32 tokens fit into a core's cache.
 BLOCKS_AT_ONCE = 8
-# Regions of a rank's memory that the protocol permits.
+# The protocol's limit of regions in a rank's memory.
 PIECES_MAX = 1024
-# The axes of K and V in a page. One of length 1 does not show in the text.
+# The axes of K and V in a page. The text leaves out an axis of length 1.
 AXES = ("kv_heads", "kernel_blocks", "tokens")
 
 
 class FormError(ValueError):
-    """A page that cannot be read by strides. The text names the remedy."""
+    """A page without strides for a read. The text names the remedy."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the elements of K or of V are in a page, in elements: the first one, and the strides of the axes."""
+    """The place of K or V in a page, in elements: the first element, and the strides of the axes."""
 
     offset: int
     strides: Mapping[str, int]
@@ -47,7 +47,7 @@ class Page:
 
     layers: int
     tokens: int
-    # Tokens between two strides of the axis `kernel_blocks`, which attention kernels may divide a page by.
+    # Tokens between two strides of the axis `kernel_blocks`, the parts of a page for attention kernels.
     kernel_block: int
     kv_heads: int
     keys: int
@@ -58,7 +58,7 @@ class Page:
 
     @property
     def bytes(self) -> int:
-        """Of one layer's page."""
+        """Bytes of one layer's page."""
         return self.tokens * self.kv_heads * (self.keys + self.values) * ITEM_BYTES[self.dtype]
 
     def shape(self, content: str) -> dict[str, int]:
@@ -68,7 +68,7 @@ class Page:
         return dict(zip((*AXES, content), lengths, strict=True))
 
     def axes(self, content: str) -> list[tuple[int, int]]:
-        """Length and stride of each axis of K (`keys`) or V (`values`); an axis that does not show in the text has stride 0."""
+        """Length and stride of each axis of K (`keys`) or V (`values`); an axis missing in the text has stride 0."""
         strides = (self.k if content == "keys" else self.v).strides
         return [(length, strides.get(axis, 0)) for axis, length in self.shape(content).items()]
 
@@ -88,13 +88,13 @@ def _place(read: tuple[int, list[int]], content: str) -> Place:
 
 
 def block_bytes(form: str, shards: int = 1) -> int:
-    """Of all layers and shards."""
+    """Bytes of a block, all layers and shards."""
     return shards * sum(page.layers * page.bytes for page in parse(form))
 
 
 def piece_bytes(form: str, shards: int = 1) -> int:
-    """The length of the pieces in which memory has most to show without a copy: such that the tokens of a piece are its
-    outermost axis. All of a block where there is none."""
+    """The best length of pieces for reads without a copy: tokens are the outermost axis of a piece. The bytes of a whole block
+    if no length fits."""
     whole = block_bytes(form, shards)
     (page, *others) = parse(form)
     if others or shards > 1 or page.kernel_block != page.tokens:
@@ -105,8 +105,8 @@ def piece_bytes(form: str, shards: int = 1) -> int:
 
 
 def views(memory: Any, form: str, shards: int = 1) -> list[tuple[Any, Any]]:
-    """K and V as they lie in `memory`, without a copy, for each run of like layers: [blocks, layers, shards, heads,
-    kernel blocks, tokens, dim]. What is written there is in the block."""
+    """K and V in `memory`, without a copy, for each run of like layers: [blocks, layers, shards, heads, kernel blocks, tokens,
+    dim]. A write to these arrays is a write to the block."""
     pages = parse(form)
     pieces, blocks, piece = memory.shape if memory.ndim == 3 else (1, *memory.shape)
     shard_bytes = sum(page.layers * page.bytes for page in pages)
@@ -137,7 +137,7 @@ def views(memory: Any, form: str, shards: int = 1) -> list[tuple[Any, Any]]:
 
 
 def _in_pieces(page: Page, piece: int) -> bool:
-    """Whether each axis of K and V stays inside of pieces of so many bytes, or steps over whole ones."""
+    """True if each axis of K and V stays inside of pieces of this length, or steps over whole ones."""
     size = piece // ITEM_BYTES[page.dtype]
     if page.bytes % piece:
         return False
@@ -150,15 +150,15 @@ def _in_pieces(page: Page, piece: int) -> bool:
 
 
 def _spread(elements: int, piece: int, blocks: int) -> int:
-    """A distance inside of a block, in memory where each piece of it lies beside those of all blocks."""
+    """A distance inside of a block, in memory with each piece beside those of all blocks."""
     return elements // piece * piece * blocks + elements % piece
 
 
 def read(memory: Any, form: str, ids: Sequence[int], shards: int = 1, out: tuple[Any, Any] | None = None) -> tuple[Any, Any]:
     """K and V of blocks, one after the other, as [layers, heads, tokens, dim].
 
-    Where they lie so, they are shown in place: what becomes of the blocks shows there. Otherwise they are copied once: into the
-    first tokens of the two such arrays `out`, which are returned, or into memory of their own, which takes the system longer.
+    If the blocks permit it, the arrays are views of them, and show later changes of the blocks. Otherwise they are copied once:
+    into the first tokens of the two arrays `out`, which are returned, or into new memory, at a higher cost.
     """
     both = _only(views(memory, form, shards))
     if out is None:
@@ -169,7 +169,7 @@ def read(memory: Any, form: str, ids: Sequence[int], shards: int = 1, out: tuple
 
 
 def _in_place(view: Any, ids: Sequence[int]) -> bool:
-    """Whether the tokens of these blocks are equally far from each other."""
+    """True if the tokens of these blocks are equally far from each other."""
     _, _, shards, _, kernel_blocks, tokens, _ = view.shape
     strides = _strides(view)
     consecutive = len(list(_runs(ids))) == 1
@@ -177,7 +177,7 @@ def _in_place(view: Any, ids: Sequence[int]) -> bool:
 
 
 def _shown(view: Any, ids: Sequence[int]) -> Any:
-    """Consecutive blocks that are `_in_place`, as [layers, heads, tokens, dim]."""
+    """Consecutive blocks in place, as [layers, heads, tokens, dim]."""
     blocks = view[ids[0] : ids[0] + len(ids)]
     return _ordered(blocks, (1, 2, 3, 0, 4, 5, 6)).reshape(*_heads(view), len(ids) * _tokens(view), view.shape[-1])
 
@@ -192,7 +192,7 @@ def _copied(view: Any, ids: Sequence[int], out: Any = None) -> Any:
 
 
 def write(memory: Any, form: str, ids: Sequence[int], k: Any, v: Any, shards: int = 1) -> None:
-    """Writes K and V, [layers, heads, tokens, dim], into blocks; tokens behind the last whole block are left out."""
+    """Writes K and V, [layers, heads, tokens, dim], into blocks, except the tokens behind the last whole block."""
     for view, given in zip(_only(views(memory, form, shards)), (k, v), strict=True):
         parts = _parts(given, view, len(ids))
         for at, blocks in _runs(ids):
@@ -221,8 +221,8 @@ def write_tokens(memory: Any, form: str, ids: Sequence[int], first: int, k: Any,
 def _copy(to: Any, source: Any) -> None:
     """Copies blocks, [blocks, layers, shards, heads, kernel blocks, tokens, dim].
 
-    numpy goes through all blocks for each short run of tokens that lie side by side, and by then the bytes beside the run have
-    left a core's cache. It is given few blocks of a head at a time.
+    For each short run of adjacent tokens numpy goes through all blocks, and by then the bytes beside the run have left a core's
+    cache. So numpy gets few blocks of a head at a time.
     """
     if len(to) <= BLOCKS_AT_ONCE or hasattr(to, "permute") or any(side.strides[5] != side.itemsize for side in (to, source)):
         to[:] = source
@@ -256,12 +256,12 @@ def _heads(view: Any) -> tuple[int, int]:
 
 
 def _tokens(view: Any) -> int:
-    """Of a block."""
+    """Tokens of a block."""
     return int(prod(view.shape[4:6]))
 
 
 def _fresh(view: Any, blocks: int) -> Any:
-    """Memory for so many blocks, [layers, heads, tokens, dim]. What is side by side in a block, tokens or dim, is so there."""
+    """Memory for so many blocks, [layers, heads, tokens, dim]. Adjacent tokens or dims of a block are adjacent in it."""
     tokens, dim = blocks * _tokens(view), view.shape[-1]
     *_, token, element = _strides(view)
     if element > token > 0:
@@ -274,7 +274,8 @@ def _strides(view: Any) -> Any:
 
 
 def _empty(like: Any, shape: tuple[int, ...]) -> Any:
-    """An array of its library and type. numpy asks for large pages of memory and torch does not, so its are faster to fill."""
+    """An array of the same library and type. numpy asks for large pages of memory and torch does not, so numpy's are faster to
+    fill."""
     if not hasattr(like, "new_empty"):
         return _numpy().empty(shape, like.dtype)
     if not like.is_cpu or find_spec("numpy") is None:
@@ -294,7 +295,7 @@ def _ordered(array: Any, axes: tuple[int, ...]) -> Any:
 
 
 def _runs(ids: Sequence[int]) -> Iterator[tuple[slice, slice]]:
-    """Consecutive blocks: where they stand in `ids`, and which they are."""
+    """Consecutive blocks: their places in `ids`, and their numbers."""
     starts = [at for at, block in enumerate(ids) if at == 0 or block != ids[at - 1] + 1]
     for start, end in pairwise([*starts, len(ids)]):
         yield slice(start, end), slice(ids[start], ids[start] + end - start)

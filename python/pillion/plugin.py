@@ -11,7 +11,7 @@ NAME, MODULE = "PillionConnector", "pillion.connector"
 
 
 def register_names() -> None:
-    """Never fails: engines without the connector have the wheel, too."""
+    """Registers the names. Never fails: engines without the connector have the wheel, too."""
     from pillion import vllm_compat
 
     try:

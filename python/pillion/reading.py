@@ -1,7 +1,7 @@
-"""What is read of the weights of models: of every tensor all bytes or runs of them, in one copy from each device.
+"""Reads the weights of models: all bytes or some runs of every tensor, in one copy from each device.
 
-What is to be read is worked out once, and again when a tensor has come, gone, moved or changed its form. No weights are kept
-alive.
+The places of these bytes are worked out once, and again after a tensor has come, gone, moved or changed its form. No weights
+are kept alive.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-# What is read of one tensor: all of it up to `WHOLE_BYTES`, else runs at even distances. A dense model of 8 billion parameters
-# has some 300 tensors of which 4 KiB each are read.
+# The parts of one tensor: all bytes up to `WHOLE_BYTES`, otherwise runs at even distances. A dense model of 8 billion
+# parameters has some 300 tensors, each with 4 KiB of them.
 RUNS = 64
 RUN_BYTES = 64
 WHOLE_BYTES = RUNS * RUN_BYTES
-# Of each row of the first axis of tensors of three axes and more, which counts experts.
+# Runs of each row of the first axis in tensors of three axes and more: the axis of experts.
 RUNS_PER_EXPERT = 4
-# Columns of a matrix that are read through the kernel that holds it.
+# Columns of a matrix, read through its kernel.
 PROBES = 4
-# Tensors that are left out, by the last part of their name.
+# Excluded tensors, by the last part of their name.
 LEFT_OUT: dict[str, re.Pattern[str]] = {
     "tables of angles: the fact rotary holds them, and their lengths may differ": re.compile("cos_sin|inv_freq"),
     "scratch of kernels": re.compile("workspace"),
-    "what a vision encoder has seen so far, and scales that follow it": re.compile("_fp8_[qkv]_(amax|scale)$"),
+    "the history of a vision encoder, and its scales": re.compile("_fp8_[qkv]_(amax|scale)$"),
 }
-# Parameters that hold a layer's weights, and no scales or zero points.
+# Parameters with a layer's weights, without scales or zero points.
 WEIGHTS = re.compile(r"(\w+_)?q?weight(_packed)?$")
 
 
 class Unsampled(ValueError):
-    """Weights that cannot be read. The text names them."""
+    """Unreadable weights. The text names them."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class _Piece:
     name: str
     # Data type, shape and strides.
     form: str
-    # The tensor, which a kernel may have to be asked for; None: it is gone.
+    # The tensor, maybe read through a kernel; None: it is gone.
     tensor: Callable[[], torch.Tensor | None]
     # Runs of `RUN_BYTES`, and bytes from one to the next; without runs, all of its bytes; None: its elements lie apart.
     cut: tuple[int, int] | None
-    # How many runs are read of elements that lie apart.
+    # Count of runs of a tensor with elements apart.
     runs: int
-    # Whether each row is a token's: the runs of such a table are folded into one.
+    # True if each row belongs to a token: the runs of such a table are folded into one.
     is_table: bool
 
 
@@ -57,16 +57,16 @@ class Reading:
     """The pieces of some models, by name."""
 
     def __init__(self, models: list[torch.nn.Module], outline: list[Any] | None) -> None:
-        """`outline`: theirs, as it is now."""
+        """`outline`: the present outline of the models."""
         self.outline = outline
         self.pieces = sorted(_pieces(models), key=lambda piece: piece.name)
 
     def read(self) -> list[bytes] | None:
-        """The bytes of each piece; None: a tensor is gone, and its place in the models has another one."""
+        """The bytes of each piece; None if a tensor is gone, replaced by another one."""
         import torch
 
         found = [b""] * len(self.pieces)
-        # Runs are rows of one tensor, what is whole is joined to another.
+        # Runs are rows of one tensor; a whole tensor is joined to another.
         batches: dict[tuple[torch.device, bool], list[tuple[int, torch.Tensor]]] = {}
         for number, piece in enumerate(self.pieces):
             tensor = piece.tensor()
@@ -87,7 +87,7 @@ class Reading:
 
 
 def outline(models: list[torch.nn.Module]) -> list[Any] | None:
-    """Equal as long as the tensors are the same, at the same places and in the same forms; None: that cannot be told."""
+    """Equal while the tensors, their places and their forms are the same; None if no comparison is possible."""
     found: list[Any] = []
     waiting, seen = list(models), set()
     try:
@@ -133,7 +133,7 @@ def _pieces(models: list[torch.nn.Module]) -> Iterator[_Piece]:
 
 
 def _tensors(models: list[torch.nn.Module]) -> Iterator[tuple[str, Callable[[], torch.Tensor | None]]]:
-    """Every parameter and buffer that is not left out, and what kernels hold instead of one."""
+    """Every parameter and buffer, except the excluded ones, and the columns of kernels in place of emptied ones."""
     for number, model in enumerate(models):
         for name, module in model.named_modules():
             if _is_emptied(module):
@@ -145,7 +145,7 @@ def _tensors(models: list[torch.nn.Module]) -> Iterator[tuple[str, Callable[[], 
 
 
 def _is_emptied(module: torch.nn.Module) -> bool:
-    """Whether a kernel took over the module's weights. `None` says so of vLLM's layers alone: others may have no weight."""
+    """True if a kernel took over the module's weights. In vLLM's layers alone `None` means so: others may have no weight."""
     own = [parameter for name, parameter in module._parameters.items() if WEIGHTS.match(name)]
     kept = [parameter for parameter in own if parameter is not None]
     return all(not parameter.numel() for parameter in kept) and bool(kept or (own and hasattr(module, "quant_method")))
@@ -153,7 +153,7 @@ def _is_emptied(module: torch.nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class _Probed:
-    """Asks the kernel that took over a layer's weights for columns of them; None: the layer is gone."""
+    """Reads columns of a layer's weights through the kernel that took them over; None: the layer is gone."""
 
     name: str
     module: weakref.ref[torch.nn.Module]
@@ -164,7 +164,7 @@ class _Probed:
 
 
 def _probed(name: str, module: torch.nn.Module) -> torch.Tensor:
-    """Columns of the matrix that vLLM's CPU kernel of this layer holds, exact in every bit: 1 * w + 0 * ... has no rounding."""
+    """Columns of a matrix in vLLM's CPU kernel of this layer, exact in every bit: 1 * w + 0 * ... has no rounding."""
     import torch
 
     multiply = getattr(module, "cpu_linear", None)
@@ -184,17 +184,17 @@ def _probed(name: str, module: torch.nn.Module) -> torch.Tensor:
 def _runs(tensor: torch.Tensor, is_table: bool) -> int:
     if tensor.dim() > 2:
         return max(RUNS, RUNS_PER_EXPERT * len(tensor))
-    # One of each row of a table: some tokens may be trained alone.
+    # One run of each row of a table: some tokens may be trained alone.
     return max(RUNS, len(tensor)) if is_table else RUNS
 
 
 def _once(tensor: torch.Tensor) -> torch.Tensor:
-    """Where an axis repeats the same elements, they are read once."""
+    """The tensor with each element once, without the repeats of an axis."""
     return tensor[tuple(slice(None) if stride else slice(1) for stride in tensor.stride())]
 
 
 def _cut(tensor: torch.Tensor, runs: int) -> tuple[int, int] | None:
-    """Which bytes of a tensor's storage are read, as `_Piece.cut` says; None where other bytes lie between its elements."""
+    """The bytes to read of a tensor's storage, as in `_Piece.cut`; None if other bytes lie between its elements."""
     if not tensor.numel():
         return (0, 0)
     once = _once(tensor)
@@ -208,7 +208,7 @@ def _cut(tensor: torch.Tensor, runs: int) -> tuple[int, int] | None:
 
 
 def _content(tensor: torch.Tensor, piece: _Piece) -> torch.Tensor:
-    """Bytes of a tensor on its device: runs as rows, else in one row."""
+    """Bytes of a tensor on its device: runs as rows, or all bytes in one row."""
     import torch
 
     if piece.cut is None:
@@ -224,7 +224,7 @@ def _content(tensor: torch.Tensor, piece: _Piece) -> torch.Tensor:
 
 
 def _folded(rows: torch.Tensor) -> torch.Tensor:
-    """`RUN_BYTES` that stand for many runs: their words, each times an odd number of its row's own, added up."""
+    """`RUN_BYTES` for many runs: the sum of their words, each times an odd number of its row."""
     import torch
 
     words = rows.contiguous().view(torch.int64)
@@ -233,10 +233,10 @@ def _folded(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _scattered(tensor: torch.Tensor, runs: int) -> torch.Tensor:
-    """Elements at even distances of a tensor between whose elements other bytes lie."""
+    """Elements at even distances, of a tensor with other bytes between its elements."""
     import torch
 
-    # As plain words: not every data type can be indexed.
+    # As integers: not every data type can be indexed.
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     plain, each = tensor.view(words[tensor.element_size()]), max(1, RUN_BYTES // tensor.element_size())
     if tensor.numel() <= runs * each:

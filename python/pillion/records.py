@@ -1,6 +1,6 @@
 """Kept records of requests: a thread writes each as a line of the engine's log and sends it as a span (docs/decisions/0036).
 
-The policy's module keeps them in Rust: `connector-shim/src/core/records.rs`.
+Kept by `connector-shim/src/core/records.rs`, a part of the policy in Rust.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from pillion.state import SOURCES, RecordEnd
 if TYPE_CHECKING:
     from pillion.spans import Spans
 
-# What a request waits for. query: the cache's answer; producer: that answer, once it was put off because another engine
-# computes the prompt; waiting: room in the engine; copy: the blocks; ready: the step that computes the request.
+# The parts of a request's wait. query: the cache's answer; producer: the answer, put off for another engine's computation of
+# the prompt; waiting: room in the engine; copy: the blocks; ready: the step with the request.
 Part = Literal["query", "producer", "waiting", "copy", "ready"]
 PARTS: tuple[Part, ...] = get_args(Part)
-# Records that wait for the thread: with more, a receiver is too slow for them.
+# The most records before the thread: with more, a receiver is too slow for them.
 QUEUE_MAX = 256
-# How long an engine's end waits for records that are still to be written.
+# The longest wait of an engine's end for unwritten records.
 CLOSE_S = 1.0
 logger = vllm_compat.init_logger("vllm.pillion")
 
@@ -42,7 +42,7 @@ class Kept(NamedTuple):
 
 
 class Records:
-    """The kept records that are still to be written and sent."""
+    """The kept records before they are written and sent."""
 
     def __init__(self, config: Config, engine_id: str) -> None:
         self._kept: SimpleQueue[Kept | None] = SimpleQueue()
@@ -53,7 +53,7 @@ class Records:
         self._closed = False
 
     def keep(self, req_id: str, headers: Mapping[str, str] | None, record: PolicyRecord) -> None:
-        """The request has been computed, or is over."""
+        """Keeps the record of a computed or ended request."""
         if self._kept.qsize() >= QUEUE_MAX:
             self._note("dropped")
             return
@@ -69,14 +69,14 @@ class Records:
             self._thread.start()
 
     def take_ends(self) -> dict[str, int]:
-        """How many records were written, refused or dropped since the last call."""
+        """Counts of records written, refused or dropped since the last call."""
         with self._lock:
             taken = dict(self._ends)
             self._ends.clear()
         return taken
 
     def close(self) -> None:
-        """Nothing is told any more. What a receiver does not take by then is lost."""
+        """Stops the thread. Records not taken by the receiver until then are lost."""
         if self._thread is not None:
             self._kept.put(None)
             self._thread.join(CLOSE_S)

@@ -1,10 +1,9 @@
-"""A sample of the weights that a rank computes with, the same wherever the same weights run.
+"""A sample of a rank's weights in use, equal for equal weights.
 
-Files say what was to be loaded; what runs may be a fine-tune under the same name, or weights that were pushed or written
-since.
+Files name the weights to load; the weights in use may be a fine-tune under the same name, or written later.
 
 A change of every element of a tensor is always seen, and so is a change of a whole expert. A change of the share f of the
-elements of one tensor that is larger than `WHOLE_BYTES` is missed with a chance of (1 - f) ** (elements in its runs).
+elements of one tensor larger than `WHOLE_BYTES` is missed with a chance of (1 - f) ** (elements in its runs).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from pillion.models import Models
 from pillion.reading import Reading, Unsampled, outline
 
 DIGEST_BYTES = 16
-# Parts of a name below which weights belong to single experts.
+# Parts of a name above the weights of single experts.
 EXPERTS = frozenset({"experts", "routed_experts"})
 logger = logging.getLogger("vllm.pillion")
 
@@ -27,7 +26,7 @@ class Sample:
     """Digests of `DIGEST_BYTES`."""
 
     weights: bytes
-    # Of the experts, where they are kept apart.
+    # The digest of experts kept apart.
     experts: bytes
 
 
@@ -35,20 +34,20 @@ class Sampler:
     """Reads the same tensors of the same models again and again."""
 
     def __init__(self, models: Models, experts_apart: bool = False, resident: bool = True) -> None:
-        """`experts_apart`: engines that hold the same model hold different experts, so those get a digest of their own.
-        `resident`: a layer's tensors are always its own."""
+        """`experts_apart`: engines of the same model hold different experts, so experts get a digest of their own. `resident`:
+        a layer's tensors always hold its own weights."""
         self._models = models
         self._experts_apart = experts_apart
         self._resident = resident
         self._reading: Reading | None = None
-        # Of the last sample: what was read for it, and its moment.
+        # The last sample's bytes, its digests, and its moment.
         self._contents: list[bytes] = []
         self._last: Sample | None = None
         self._moment: int | None = None
 
     def take(self, moment: int | None = None) -> Sample:
-        """Reads the weights; raises `Unsampled`. Waits for all work of the GPU: weights may be written by any stream. Of one
-        `moment`, in which nobody writes them, they are read once."""
+        """Reads the weights; raises `Unsampled`. Waits for all work of the GPU: weights may be written by any stream. In one
+        `moment`, without writes of weights, they are read once."""
         import torch
 
         if moment is not None and moment == self._moment and self._last is not None:
@@ -62,7 +61,7 @@ class Sampler:
                 contents = self._read()
         except Unsampled:
             raise
-        except Exception as error:  # the models' own code, a model that is gone, a GPU without room
+        except Exception as error:  # the models' own code, a lost model, a GPU without room
             raise Unsampled(str(error)) from error
         if self._last is None or contents != self._contents:
             self._contents, self._last = contents, self._digest(contents)
@@ -94,5 +93,5 @@ class Sampler:
 
 
 def of_expert(name: str) -> bool:
-    """Whether the tensor or module of this name belongs to single experts."""
+    """True if the tensor or module of this name belongs to single experts."""
     return not EXPERTS.isdisjoint(name.split("."))

@@ -82,11 +82,11 @@ class Scheduler:
     # --- requests ---
 
     def ranks_copy(self) -> None:
-        """Ranks copy for themselves, where the sidecar could not and the user left it open."""
+        """Notes that ranks copy for themselves: the sidecar could not, and the user left it open."""
         self._policy.ranks_copy()
 
     def announced(self, request: Request) -> None:
-        """A request has arrived, and waits for its turn."""
+        """Notes a request that has arrived, and waits for its turn."""
         if self._policy.look_for_verdict():
             self._forget_cached()
         if request.lora_request:
@@ -100,7 +100,7 @@ class Scheduler:
         if number is not None:
             return number
         awaits, hands_over = handover.awaits(request), handover.hands_over(request)
-        # Beside another connector routers' words about prompts of other engines are for that one.
+        # Beside another connector, routers' params about prompts of other engines are for that one.
         routed = not self._beside_others
         number = self._policy.follow_request(
             request.num_prompt_tokens,
@@ -122,7 +122,7 @@ class Scheduler:
         return request.num_tokens, request.num_computed_tokens, request.num_preemptions, adapter, keys
 
     def match(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
-        """Tokens in the cache beyond `computed_tokens`, and whether they come asynchronously; None: ask again."""
+        """Tokens in the cache beyond `computed_tokens`, and True if they come asynchronously; None: ask again."""
         if request.lora_request:
             self._look(request.lora_request)
         number = self._follow(request)
@@ -134,7 +134,7 @@ class Scheduler:
         return found
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
-        """vLLM has allocated blocks and says how many external tokens it wants."""
+        """Plans the load into the blocks allocated by vLLM, for the number of external tokens that it wants."""
         number = self._follow(request)
         wanted = self._policy.allocated(number, self._now(request), external_tokens)
         if wanted is not None:
@@ -146,7 +146,7 @@ class Scheduler:
         return blocks if self._order is None else [blocks[number] for number in self._order]
 
     def sources(self, request: Request, tokens: int) -> dict[str, int]:
-        """Tokens of the last planned load by the place of their hit; empty where the places are unknown."""
+        """Tokens of the last planned load by the place of their hit; empty for unknown places."""
         found = self._policy.sources(self._numbers.get(request.request_id, 0), tokens)
         return name_counts(SOURCES, found) if found else {}
 
@@ -156,7 +156,7 @@ class Scheduler:
         return {"hit_tokens": hits, "records": self._records.take_ends(), "unkept": unkept}
 
     def finished(self, request: Request) -> dict[str, Any] | None:
-        """The request is over; the answer to its router, if another engine goes on with it."""
+        """Ends a request. Returns the answer to its router, if another engine goes on with it."""
         self._left += request.request_id in self._running
         number = self._numbers.pop(request.request_id, None)
         if number is None:
@@ -175,26 +175,26 @@ class Scheduler:
     # --- loads ---
 
     def loads_failed(self, block_ids: set[int]) -> None:
-        """vLLM computes these blocks again, or ends their requests."""
+        """Notes failed blocks: vLLM computes them again, or ends their requests."""
         self._progress()
         self._policy.loads_failed(list(block_ids))
         self._say()
 
     def requests_failed(self, req_ids: set[str]) -> None:
-        """vLLM computes these requests from their beginning: the loads of all their blocks count as failed."""
+        """Notes failed requests: vLLM computes them from their beginning, as if the loads of all their blocks had failed."""
         self._progress()
         self._policy.requests_failed(self._known(req_ids))
         self._say()
 
     def loads_ended(self, req_ids: Iterable[str], failed: Collection[int]) -> None:
-        """Every rank has reported the end of these requests' loads, without the `failed` blocks."""
+        """Notes the end of these requests' loads on every rank, without the `failed` blocks."""
         self._policy.loads_ended(self._known(req_ids), list(failed))
 
     def _known(self, req_ids: Iterable[str]) -> list[int]:
         return [number for req_id in req_ids if (number := self._numbers.get(req_id)) is not None]
 
     def _progress(self) -> None:
-        """Says how far requests are, before something falls back: vLLM frees the blocks before a window."""
+        """Reports the progress of requests before a request falls back: vLLM frees the blocks before a window."""
         if self._windows:
             self._policy.progress([(number, request.num_computed_tokens) for number, request in self._requests.items()])
 
@@ -301,7 +301,7 @@ class Scheduler:
         return made[0]
 
     def accepts(self, output: StepOutput) -> None:
-        """vLLM has taken the output of a step, returned by every rank or not."""
+        """Notes a step's output taken by vLLM, returned by every rank or not."""
         if output.ranks != self._ranks or output.run != self._runs[0]:
             return
         scheduled = {}
@@ -325,7 +325,7 @@ class Scheduler:
         return [number for number in known if number is not None]
 
     def _say(self) -> None:
-        """Hands on the policy's messages for the log, and its records."""
+        """Logs the policy's messages, and keeps its records."""
         notices, remarks, records = self._policy.take_notices()
         for notice in (*notices, *self._adapters.take_notices()):
             logger.warning("pillion: %s", notice)
@@ -340,11 +340,11 @@ class Scheduler:
     # --- vLLM's blocks ---
 
     def bind(self, pool: BlockPool) -> None:
-        """The pool of the engine's blocks."""
+        """Takes the pool of the engine's blocks."""
         self._pool = pool
 
     def clears_blocks(self) -> None:
-        """vLLM is about to reset the pool, only while no block is in use."""
+        """Gives held blocks back before a reset of the pool, which needs all blocks free."""
         self._give_back(self._policy.release_held())
 
     def _give_back(self, blocks: list[int]) -> None:
@@ -352,23 +352,23 @@ class Scheduler:
             vllm_compat.free(self._pool, blocks)
 
     def _forget_cached(self) -> None:
-        """Has no request find a block of before in vLLM's own prefix cache: some were loaded, and may be wrong."""
+        """Removes all blocks from vLLM's own prefix cache: some were loaded, and may be wrong."""
         if self._pool is not None:
             vllm_compat.forget_cached(self._pool)
 
     # --- KV events ---
 
     def take_events(self) -> list[Any]:
-        """vLLM's events of changes in the cache, where vLLM publishes any."""
+        """vLLM's events of changes in the cache; empty if vLLM publishes none."""
         return [event for events in self._events for event in events.take(self._policy, self._requests)]
 
     @property
     def lingers(self) -> bool:
-        """Whether an engine without requests is to step on for them."""
+        """True if an engine without requests must step on for events."""
         return bool(self._events) and self._policy.lingers()
 
     def blocks_cleared(self, done: bool) -> None:
-        """vLLM has reset the pool, the users' sign of changed weights. If `done`, it has told routers to forget every block."""
+        """Notes vLLM's reset of the pool, the users' sign of changed weights. `done`: routers have forgotten all blocks."""
         if done:
             self._policy.blocks_cleared()
         self.weights_may_have_changed()
@@ -377,7 +377,7 @@ class Scheduler:
 
     @property
     def updating(self) -> bool:
-        """Whether an update of the weights has begun and not ended: KV computed meanwhile has no namespace."""
+        """True between begin and end of an update of the weights: KV computed meanwhile has no namespace."""
         return self._policy.updating
 
     @updating.setter
@@ -385,26 +385,26 @@ class Scheduler:
         self._policy.update(updating)
 
     def weights_may_have_changed(self) -> None:
-        """Every rank states its weights again, and so the namespace is decided: the one of before, if nothing changed.
+        """Has every rank state its weights again, and so the namespace decided: the one of before, if nothing changed.
 
-        Until then the session is bound to none: queries wait for a moment, and saves wait.
+        Until then the session has no namespace: queries wait for a moment, and saves wait.
         """
         self._adapters.may_differ()
         self._progress()
         self._policy.weights_may_have_changed()
 
     def adapter_loads(self, request: LoRARequest) -> None:
-        """Every rank is about to load an adapter."""
+        """Notes that every rank is about to load an adapter."""
         if self._adapters.loads(vllm_compat.adapter_words(request)):
             self._policy.disown()
 
     def adapter_removed(self, number: int) -> None:
-        """No rank holds an adapter any more."""
+        """Notes that no rank holds an adapter any more."""
         if self._adapters.forget(number):
             self._policy.disown()
 
     def _look(self, adapter: LoRARequest) -> None:
-        """Sees whether the adapter's files are those of before; ranks may hold other bytes than these."""
+        """Compares the adapter's files with those of before; ranks may hold other bytes than these."""
         if self._adapters.look_at(vllm_compat.adapter_words(adapter)):
             self._policy.disown()
 

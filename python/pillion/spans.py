@@ -12,26 +12,26 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, Sp
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-# The longest that one record is tried for: the next ones wait meanwhile.
+# The longest attempt to send a record: the next ones wait meanwhile.
 TIMEOUT_S = 2
 
 
 class _Exporter(SpanExporter):
-    """Sends each span as it ends, and keeps whether that was taken."""
+    """Sends each span as it ends, and keeps the success."""
 
     def __init__(self, url: str) -> None:
         self._exporter = OTLPSpanExporter(endpoint=url, timeout=TIMEOUT_S)
         self.taken = False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Tries again where the receiver says that it is busy, within the time."""
+        """Sends again within the time if the receiver is busy."""
         result = self._exporter.export(spans)
         self.taken = result is SpanExportResult.SUCCESS
         return result
 
 
 class Spans:
-    """Where records are sent."""
+    """The receiver of records."""
 
     def __init__(self, url: str, engine_id: str) -> None:
         self._exporter = _Exporter(url)
@@ -42,7 +42,7 @@ class Spans:
         self._tracer = provider.get_tracer("pillion")
 
     def send(self, told: dict[str, Any], headers: Mapping[str, str] | None, begun_s: float, ended_s: float) -> bool:
-        """Whether the receiver has taken the record. A child of the span of the client's headers; seconds since 1970."""
+        """True if the receiver has taken the record. A child of the span of the client's headers; seconds since 1970."""
         flat = {name: value for name, value in told.items() if name not in ("request", "found")}
         flat |= {f"found.{source}": tokens for source, tokens in told["found"].items()}
         attributes = {"gen_ai.request.id": told["request"]} | {f"pillion.{name}": value for name, value in flat.items()}

@@ -1,9 +1,9 @@
-"""What an engine gets of Pillion, in vLLM's own metrics: `vllm:pillion_engine_state`, `vllm:pillion_stays_out` with why,
+"""An engine's state and counts in vLLM's own metrics: `vllm:pillion_engine_state`, `vllm:pillion_stays_out` with the reason,
 `vllm:pillion_hit_tokens_total`, `vllm:pillion_records_total`, `vllm:pillion_unaccepted_steps_total` and
 `vllm:pillion_unproven_blocks_total`.
 
 vLLM asks the connector for statistics with every step, in the process of the scheduler. Its front end gets them as plain data
-and gives them to [PromMetrics][pillion.state.PromMetrics], which it has made there. An idle engine reports nothing.
+and gives them to its own [PromMetrics][pillion.state.PromMetrics]. An idle engine reports nothing.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 # serving: blocks are found and kept, unless the sidecar shows the namespace as closed to the engine. unbound: the sidecar does
-# not know yet what the engine's ranks compute with. unaccepted: blocks are found, and none are kept, since the connector is not
-# told whose output vLLM takes. away: there is no sidecar, or it refuses the engine. out: no sidecar can serve the engine.
+# not know the facts of all ranks yet. unaccepted: blocks are found, and none are kept, since the connector does not learn of
+# taken outputs. away: there is no sidecar, or it refuses the engine. out: no sidecar can serve the engine.
 State = PolicyState | Literal["out"]
 STATES: tuple[State, ...] = (*get_args(PolicyState), "out")
-# Where tokens were found, by vLLM's names: in the sidecar's memory, on its disks, at another sidecar. In the order of the shim.
+# Places of hits, by vLLM's names: the sidecar's memory, its disks, another sidecar. In the order of the shim.
 Source = Literal["host", "disk", "p2p"]
 SOURCES: tuple[Source, ...] = get_args(Source)
-# What became of a record that was kept: written and, where it was to be, sent; not taken by its receiver; dropped because too
-# many waited for a receiver.
+# Ends of a kept record: written and, with a receiver, sent; not taken by its receiver; dropped because too many waited for a
+# receiver.
 RecordEnd = Literal["written", "refused", "dropped"]
 RECORD_ENDS: tuple[RecordEnd, ...] = get_args(RecordEnd)
-# What is not kept, each a counter of its own, with the help of its metric.
+# Results not kept, each a counter of its own, with the help of its metric.
 UNKEPT = {
     "unaccepted_steps": "Steps whose output vLLM did not take, because they raised, were skipped or were refused. Nothing "
     "that they computed is kept; the exception is in the engine's log.",
@@ -40,7 +40,7 @@ UNKEPT = {
 # Counts since the report before, by metric, and there by label or name.
 Counts = Mapping[str, Mapping[str, int]]
 NO_COUNTS: dict[str, Mapping[str, int]] = {"hit_tokens": {}, "records": {}, "unkept": {}}
-# Characters of a reason that are shown.
+# Characters of a reason in a report.
 REASON_MAX = 200
 
 
@@ -50,7 +50,7 @@ def name_counts(names: Iterable[str], counts: Iterable[int]) -> dict[str, int]:
 
 
 class EngineState(KVConnectorStats):
-    """One report: `state`, where that is `out` the `reason`, and what was counted since the report before."""
+    """One report: `state`, the `reason` of `out`, and the counts since the report before."""
 
     data: dict[str, Any]
 
@@ -64,7 +64,7 @@ class EngineState(KVConnectorStats):
         self.data = {}
 
     def aggregate(self, other: KVConnectorStats) -> EngineState:
-        """The later state counts, and what both counted."""
+        """The later state, and the sum of the counts."""
         if self.data and other.data:
             both = {name: dict(Counter(self.data[name]) + Counter(other.data[name])) for name in NO_COUNTS}
             self.data = other.data | both
@@ -77,14 +77,14 @@ class EngineState(KVConnectorStats):
         return {"pillion": self.data["state"]}
 
     def is_empty(self) -> bool:
-        """Whether nothing was reported."""
+        """True if nothing was reported."""
         return not self.data
 
 
 class PromMetrics(KVConnectorPromMetrics):
     """The gauges, in the process of vLLM's front end.
 
-    `vllm:` begins their names, since vLLM takes metrics of such names out of the registry before it makes them anew.
+    Their names begin with `vllm:`, because vLLM removes such metrics from the registry before it makes them again.
     """
 
     def __init__(

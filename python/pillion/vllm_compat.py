@@ -1,6 +1,6 @@
 """Everything Pillion takes from vLLM beyond the connector's base class. The only file with private vLLM imports.
 
-Names missing in a version are met with `getattr` and the default of that version. docs/versions.md lists the tested ones.
+A name missing in a version is read by `getattr`, with the version's default. docs/versions.md lists the tested versions.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ TAGGED_SINCE = (0, 31)
 # Every layer of a block side by side: a block is one run. Measured with these attention backends: same tokens, no slower.
 BLOCK_LAYOUT = "BLNHC"
 BLOCK_LAYOUT_BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
-# The largest kernel block of all of them (FlashInfer's on Hopper). vLLM splits larger blocks into kernel blocks, which a
-# layout with other layers between two blocks rules out.
+# The largest kernel block of all of them (FlashInfer's on Hopper). vLLM splits larger blocks into kernel blocks, but not in a
+# layout with other layers between two blocks.
 BLOCK_LAYOUT_TOKENS_MAX = 64
 logger = init_logger("vllm.pillion")
 
@@ -60,7 +60,7 @@ def version() -> tuple[int, int]:
 
 
 def is_one_of_several(vllm_config: VllmConfig) -> bool:
-    """Whether vLLM's MultiConnector makes a connector beside others, or asks its class: the configuration does not say so. Then
+    """True if vLLM's MultiConnector makes a connector beside others, or asks its class: the configuration does not say so. Then
     `vllm_config` is of this connector alone. It gets the failure policy of the outer configuration: vLLM reads no other."""
     several: Any = sys.modules.get("vllm.distributed.kv_transfer.kv_connector.v1.multi_connector")
     frame = sys._getframe(1) if several else None
@@ -77,7 +77,7 @@ def is_one_of_several(vllm_config: VllmConfig) -> bool:
 
 
 def register_connector(name: str, module: str) -> None:
-    """Makes the connector known to vLLM by its name, unless it is."""
+    """Registers the connector at vLLM by its name, unless it is registered."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if not is_registered(name):
@@ -85,7 +85,7 @@ def register_connector(name: str, module: str) -> None:
 
 
 def is_registered(name: str) -> bool:
-    """Whether vLLM knows the connector by its name."""
+    """True if vLLM knows the connector by its name."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     return name in KVConnectorFactory._registry
@@ -112,7 +112,7 @@ def offloading_connector(name: str) -> Any:
 
 
 def drafts_from_hidden_states(vllm_config: VllmConfig) -> bool:
-    """Whether the last position of a drafter's block is made with the next block's first token, which is not in its key."""
+    """True if the last position of a drafter's block depends on the next block's first token: it is not in the block's key."""
     uses = getattr(getattr(vllm_config, "speculative_config", None), "use_eagle", None)
     return bool(uses and uses())
 
@@ -123,7 +123,7 @@ DRAFTS_BESIDE_WINDOWS = (*DRAFTS_WITHOUT_KV, "eagle", "eagle3", "mtp")
 
 
 def drafts_with_kv(vllm_config: VllmConfig) -> bool:
-    """Whether layers of a drafter have KV."""
+    """True if layers of a drafter have KV."""
     speculative = getattr(vllm_config, "speculative_config", None)
     return speculative is not None and speculative.method not in DRAFTS_WITHOUT_KV
 
@@ -136,7 +136,7 @@ def drops_last_block(vllm_config: VllmConfig) -> bool:
 
 
 def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
-    """Why Pillion cannot serve this engine, and what to change; None if it can."""
+    """The reason why Pillion cannot serve this engine, with the remedy; None if it can."""
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     if reason := _unserved_groups(vllm_config, kv_cache_config):
         return reason
@@ -198,22 +198,22 @@ def _written(release: tuple[int, int]) -> str:
 
 # By vLLM's names of their classes. A class derived from one of them may free or share blocks by rules of its own.
 SERVED_SPECS = ("FullAttentionSpec", "MLAAttentionSpec")
-# One whose blocks vLLM frees once the window has passed them; all layers of a group have the same window.
+# A spec with blocks freed by vLLM behind the window; all layers of a group have the same window.
 WINDOW_SPEC = "SlidingWindowSpec"
 # The spec of a state for each block, and no KV of each token; vLLM keeps states at the ends of blocks in this mode alone.
 STATE_SPEC, STATE_MODE = "MambaSpec", "align"
 # The spec of a request's own blocks, of no use to other requests.
 SCRATCH_SPEC = "CircularBufferSpec"
-# Those that vLLM turns into full attention where its hybrid manager is off and other layers have full attention.
+# Specs turned into full attention by vLLM without its hybrid manager, if other layers have full attention.
 PROMOTED_SPECS = (WINDOW_SPEC, "ChunkedLocalAttentionSpec")
-# How the layers of a group are served where there are other groups.
+# The service to layers of a group beside other groups.
 KINDS = {**dict.fromkeys(SERVED_SPECS, "full"), WINDOW_SPEC: "window", STATE_SPEC: "state", SCRATCH_SPEC: "scratch"}
-# Where nothing of the engine's start can be changed.
+# The remedy if no other setting helps.
 LEAVE_OUT = "leave --kv-transfer-config out for this model"
 
 
 def _unserved_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
-    """Why blocks of these groups cannot be kept; None if they can."""
+    """The reason why blocks of these groups cannot be kept; None if they can."""
     groups = kv_cache_config.kv_cache_groups
     if replayed := max(getattr(group.kv_cache_spec, "prefix_replay_tokens", 0) for group in groups):
         return f"vLLM computes the last {replayed} tokens of each hit again (DeepSeek V4.1), which is not served: {LEAVE_OUT}"
@@ -232,7 +232,7 @@ def _unserved_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) ->
 
 
 def _unserved_set(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kinds: set[str], remedy: str) -> str | None:
-    """Why several groups cannot be kept together, after their number; None if they can."""
+    """The reason why several groups cannot be kept together, after their number; None if they can."""
     groups = kv_cache_config.kv_cache_groups
     served = [group for group in groups if kind_of_group(group) != "scratch"]
     if "other" in map(kind_of_group, served) or len(served) < 2 or "full" not in map(kind_of_group, served):
@@ -256,7 +256,7 @@ def _unserved_set(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kinds
 
 
 def kind_of_group(group: KVCacheGroupSpec) -> str:
-    """How a group is served beside others: `full`, `window`, `state`; `scratch`: it is not kept; or `other`."""
+    """The kind of a group beside others: `full`, `window`, `state`; `scratch`: it is not kept; or `other`."""
     specs = list(_layer_specs(group).values())
     kinds = {KINDS.get(type(spec).__name__, "other") for spec in specs}
     if kinds == {"scratch"} or not all(getattr(spec, "prefix_cacheable", True) for spec in specs):
@@ -269,7 +269,7 @@ def kind_of_group(group: KVCacheGroupSpec) -> str:
 
 
 def state_tokens(kv_cache_config: KVCacheConfig) -> int:
-    """The tokens between states of the only group, those of a block: none within one is kept yet; 0: it has no states."""
+    """The tokens between states of the only group, equal to those of a block; 0: it has no states."""
     return block_tokens(kv_cache_config) if kind_of_group(kv_cache_config.kv_cache_groups[0]) == "state" else 0
 
 
@@ -297,19 +297,19 @@ def state_form(kv_cache_config: KVCacheConfig) -> str:
 
 
 def _layer_specs(group: KVCacheGroupSpec) -> dict[str, KVCacheSpec]:
-    """What vLLM knows of each layer of a group; it shows the scheduler the first of several specs for all."""
+    """vLLM's spec of each layer of a group; it shows the scheduler the first of several specs for all."""
     specs: dict[str, KVCacheSpec] = getattr(group.kv_cache_spec, "kv_cache_specs", {})
     return {name: specs.get(name, group.kv_cache_spec) for name in group.layer_names}
 
 
 def window(kv_cache_config: KVCacheConfig) -> int:
-    """Tokens that the layers of the only group read, where vLLM frees the blocks before them; 0 where it keeps all."""
+    """Tokens read by the layers of the only group, if vLLM frees the blocks before them; 0 if it keeps all."""
     spec = next(iter(_layer_specs(kv_cache_config.kv_cache_groups[0]).values()))
     return int(getattr(spec, "sliding_window", 0)) if type(spec).__name__ == WINDOW_SPEC else 0
 
 
 def reaches(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
-    """How far back the layers of the only group read, in their order. The specs of vLLM name one window for all of them."""
+    """The tokens read back by each layer of the only group, in their order. vLLM's specs name one window for all of them."""
 
     def reach(layer: Any) -> str:
         window, chunk = getattr(layer, "sliding_window", None), getattr(layer, "attention_chunk_size", None)
@@ -323,19 +323,19 @@ def reaches(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
 
 
 def cache_hit_sources(tokens: Mapping[Any, int]) -> dict[Any, int]:
-    """The same under vLLM's names for where hits were found; of 0.32 and later, which ask for it."""
+    """The same under vLLM's names for the places of hits, from version 0.32 on."""
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     return {CacheHitSource(source): found for source, found in tokens.items()}
 
 
 def on_gpu() -> bool:
-    """Whether vLLM runs on CUDA: KV in GPU memory, work in streams."""
+    """True if vLLM runs on CUDA: KV in GPU memory, work in streams."""
     return bool(current_platform.is_cuda())
 
 
 def keeps_kv_memory(vllm_config: VllmConfig) -> bool:
-    """Whether KV memory stays where it is until the process ends: an allocator that can sleep unmaps it between two steps."""
+    """True if KV memory stays at its address until the process ends: an allocator with sleep unmaps it between two steps."""
     model = vllm_config.model_config
     return not getattr(model, "enable_sleep_mode", False) and not getattr(model, "enable_cumem_allocator", False)
 
@@ -346,26 +346,26 @@ def tells_of_sleep() -> bool:
 
 
 def keeps_weights(vllm_config: VllmConfig) -> bool:
-    """Whether a parameter is always where its weights are: layers that are prefetched from the host take turns."""
+    """True if a parameter's memory always has its own weights: layers prefetched from the host take turns in one memory."""
     offload = getattr(vllm_config, "offload_config", None)
     group = getattr(getattr(offload, "prefetch", None), "offload_group_size", 0)
     return getattr(offload, "offload_backend", "auto") != "prefetch" and not group
 
 
 def recomputes_failed_loads(vllm_config: VllmConfig) -> bool:
-    """Whether a request whose blocks could not be loaded is computed, and not ended."""
+    """True if a request with a failed load is computed, and not ended."""
     return getattr(vllm_config.kv_transfer_config, "kv_load_failure_policy", None) == "recompute"
 
 
 def zeroes_blocks(kv_cache_config: KVCacheConfig) -> bool:
-    """Whether a step zeroes blocks before its forward, those of its loads among them."""
+    """True if a step zeroes blocks before its forward, those of its loads among them."""
     return bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
 
 
 def fitting_layout(vllm_config: VllmConfig) -> str | None:
-    """The layout that makes a block one run, where the attention backend is known to take it or still unknown.
+    """The layout with each block in one run, if the attention backend is known to accept it or still unknown.
 
-    vLLM drops a wish that its backend cannot meet, with a warning; the strides are read back anyway.
+    vLLM drops a layout unknown to its backend, with a warning; the strides are read back anyway.
     """
     model, tokens = vllm_config.model_config, vllm_config.cache_config.block_size
     if not on_gpu() or getattr(model, "use_mla", False) or getattr(model, "is_hybrid", False):
@@ -382,13 +382,13 @@ def fitting_layout(vllm_config: VllmConfig) -> str | None:
 
 
 def hooks_are_serial(vllm_config: VllmConfig) -> bool:
-    """Whether one forward a step calls the hooks: no second model that drafts, no two halves of a batch side by side."""
+    """True if one forward a step calls the hooks: no draft model, no two halves of a batch side by side."""
     overlapped = getattr(vllm_config.parallel_config, "use_ubatching", False)
     return getattr(vllm_config, "speculative_config", None) is None and not overlapped
 
 
 def hook_mode(forward_context: Any) -> str | None:
-    """How this forward runs, if that is a way in which layers may call the connector's hooks one by one."""
+    """The mode of this forward, if its layers may call the connector's hooks one by one."""
     if getattr(forward_context, "attn_metadata", None) is None or getattr(forward_context, "ubatch_slices", None) is not None:
         return None
     mode = getattr(getattr(forward_context, "cudagraph_runtime_mode", None), "name", "NONE")
@@ -420,18 +420,18 @@ def block_bytes(kv_cache_config: KVCacheConfig) -> int:
 
 
 def tokens_per_step(vllm_config: VllmConfig) -> int:
-    """The most tokens a decoding request computes in one step: one, and what a drafter proposes."""
+    """The most tokens of a decoding request in one step: one, and those proposed by a drafter."""
     speculative = getattr(vllm_config, "speculative_config", None)
     return 1 + int(getattr(speculative, "num_speculative_tokens", 0) or 0)
 
 
 def steps_in_flight(vllm_config: VllmConfig) -> int:
-    """Steps that may be scheduled before the output of the first of them is processed, that one included."""
+    """Steps scheduled at most before the output of the first of them is processed, with that one."""
     return int(vllm_config.max_concurrent_batches)
 
 
 def world_size(vllm_config: VllmConfig) -> int:
-    """Ranks that hold parts of this engine's KV."""
+    """Ranks with parts of this engine's KV."""
     return int(vllm_config.parallel_config.tensor_parallel_size)
 
 
@@ -441,20 +441,20 @@ def rank(vllm_config: VllmConfig) -> int:
 
 
 def shards(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
-    """Distinct parts of a block over all ranks: fewer than ranks where ranks hold equal bytes."""
+    """Distinct parts of a block over all ranks: fewer than ranks if ranks hold equal bytes."""
     return world_size(vllm_config) // int(getattr(kv_cache_config, "kv_tp_replicas", 1))
 
 
 def layers(kv_cache_config: KVCacheConfig, kv_caches: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-    """The tensors of the only group, in the group's order; a layer that reads another one's KV has none of its own."""
+    """The tensors of the only group, in the group's order; a layer with another layer's KV has none of its own."""
     names = [name for name in kv_cache_config.kv_cache_groups[0].layer_names if name in kv_caches]
     owners = {kv_caches[name].data_ptr(): name for name in reversed(names)}
     return [(name, kv_caches[name]) for name in names if owners[kv_caches[name].data_ptr()] == name]
 
 
 def hold(pool: BlockPool, block: int) -> bool:
-    """Becomes a user of a block that has one and that vLLM, once it has none, gives to the next request: a block without a hash
-    is of no use to its own prefix cache. False: vLLM has the block already, or reuses it late."""
+    """Becomes a user of a block with users and without a hash: vLLM gives it to the next request once it has none, as it is of
+    no use to vLLM's prefix cache. False: vLLM has the block already, or reuses it late."""
     known = pool.blocks[block]
     if known.is_null or not known.ref_cnt or (known.block_hash is not None and pool.enable_caching):
         return False
@@ -468,14 +468,14 @@ def forget_cached(pool: BlockPool) -> None:
 
 
 def free(pool: BlockPool, blocks: list[int]) -> None:
-    """Is a user of these blocks no more."""
+    """Ends the use of these blocks."""
     pool.free_blocks([pool.blocks[block] for block in blocks])
 
 
 def groups(kv_cache_config: KVCacheConfig) -> bytes:
     """A digest of the cache groups, 16 bytes, the same in both roles of an engine.
 
-    vLLM shows the scheduler a group whose layers have several specs with the first of these alone.
+    In a group of layers with several specs, vLLM shows the scheduler the first spec alone.
     """
     table = []
     for group in kv_cache_config.kv_cache_groups:
@@ -486,14 +486,14 @@ def groups(kv_cache_config: KVCacheConfig) -> bytes:
 
 
 def cache_layers(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[torch.nn.Module]:
-    """The attention layers of the only group that this process has loaded."""
+    """The attention layers of the only group in this process."""
     context = vllm_config.compilation_config.static_forward_context
     return [context[name] for name in kv_cache_config.kv_cache_groups[0].layer_names if name in context]
 
 
 def prepare_scales(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
-    """Lets attention set up scales that lie inside pages, which fills those of every block: later it would overwrite loaded
-    ones. Answers why it cannot, None if it did or there are none."""
+    """Has attention set up scales inside pages, and so fill those of every block: later it would overwrite loaded ones. Returns
+    the reason of a failure, otherwise None, also without scales."""
     context = vllm_config.compilation_config.static_forward_context
     for name, spec in _layer_specs(kv_cache_config.kv_cache_groups[0]).items():
         mode = getattr(spec, "kv_quant_mode", None)
@@ -512,14 +512,14 @@ def prepare_scales(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> s
     return None
 
 
-# Attention backends whose pages hold a token's key and then its value, in each head, in the order of the strides.
+# Attention backends with a token's key and then its value in a page, in each head, in the order of the strides.
 PLAIN_BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
-# Instruction sets with which the CPU build's attention keeps a head's keys and then its values; other ones pack them.
+# Instruction sets with a head's keys and then its values in the CPU build's attention; other ones pack them.
 PLAIN_ISAS = ("vec", "vec16")
 
 
 def heads(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, Heads]:
-    """What the heads of each layer of the only group hold."""
+    """The heads of each layer of the only group: elements of keys and values, and their order."""
     context = vllm_config.compilation_config.static_forward_context
     found = {}
     for name, spec in _layer_specs(kv_cache_config.kv_cache_groups[0]).items():
@@ -530,7 +530,7 @@ def heads(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, 
 
 
 def _packing(layer: Any, spec: Any) -> str:
-    """How kernels arrange the pages of a layer beyond their strides."""
+    """The order of bytes in a layer's pages, as far as strides do not show it."""
     quantized = str(getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE"))
     if quantized not in ("NONE", "FP8_PER_TENSOR"):
         return quantized.lower()
@@ -541,7 +541,7 @@ def _packing(layer: Any, spec: Any) -> str:
 
 
 def attention_backends(vllm_config: VllmConfig) -> str:
-    """The attention backends in use, by class name: they decide how a page is packed."""
+    """The attention backends in use, by class name: they decide the order of bytes in a page."""
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
     context = vllm_config.compilation_config.static_forward_context
@@ -550,7 +550,7 @@ def attention_backends(vllm_config: VllmConfig) -> str:
 
 
 def environment(name: str, default: Any) -> Any:
-    """An environment variable as vLLM reads it, or as it stands where vLLM has no rule for its name; else `default`."""
+    """An environment variable by vLLM's rule, or its text if vLLM has no rule for its name; `default` without the variable."""
     from vllm import envs
 
     return getattr(envs, name, os.environ.get(name, default))
@@ -565,7 +565,7 @@ def hash_of(algorithm: str, text: str) -> bytes:
 
 
 def transfer_params(request: Any) -> dict[str, Any]:
-    """The words of routers about a request; empty without any."""
+    """The params of routers in a request; empty without any."""
     params = request.kv_transfer_params
     return params if isinstance(params, dict) else {}
 
@@ -593,7 +593,7 @@ def recorded_words(request: Any) -> tuple[str, Mapping[str, str] | None]:
 
 
 def watch_resets(pool: Any, begins: Callable[[], None], told: Callable[[bool], None]) -> None:
-    """Calls `begins` before every reset of a block pool, and `told` after it: whether vLLM could carry it out."""
+    """Calls `begins` before every reset of a block pool, and `told` after it: with True if vLLM could carry it out."""
     reset = pool.reset_prefix_cache
 
     @functools.wraps(reset)
@@ -610,7 +610,7 @@ def watch_resets(pool: Any, begins: Callable[[], None], told: Callable[[bool], N
 
 
 def answered(request: Any) -> bool:
-    """Whether a request has ended by its length or a stop, so that its prompt was computed."""
+    """True if a request has ended by its length or a stop, so its prompt was computed."""
     return request.status.name in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 
 
@@ -621,7 +621,7 @@ def answer_end(request: Any) -> tuple[int, list[int]]:
 
 
 def has_extra_keys(request: Any) -> bool:
-    """Whether a block's hash may depend on more than its tokens."""
+    """True if a block's hash may depend on more than its tokens."""
     return bool(request.mm_features or request.lora_request or request.cache_salt or request.prompt_embeds is not None)
 
 
@@ -637,18 +637,18 @@ def extra_keys(request: Any, first: int, end: int, block_tokens: int) -> list[An
 
 
 def extra_form() -> str:
-    """How this vLLM hashes extra keys."""
+    """The form of extra keys in this vLLM's hashes."""
     return "tagged" if version() >= TAGGED_SINCE else "bare"
 
 
 def kv_events_are_on(vllm_config: VllmConfig) -> bool:
-    """Whether this engine tells others of the blocks that it has cached."""
+    """True if this engine publishes events of its cached blocks."""
     config = getattr(vllm_config, "kv_events_config", None)
     return config is not None and bool(config.enable_kv_cache_events)
 
 
 class BlockEvents:
-    """Makes vLLM's events of the blocks of one cache group; what a version's events do not say is left out."""
+    """Makes vLLM's events of the blocks of one cache group, without fields unknown to this version."""
 
     def __init__(self, kv_cache_config: KVCacheConfig, group: int = 0) -> None:
         """`kv_cache_config` describes this group alone; `group` is its number in vLLM."""
@@ -668,8 +668,8 @@ class BlockEvents:
     def stored(
         self, medium: str, hashes: list[bytes], request: Request | None = None, first: int = 0, parent: bytes | None = None
     ) -> Any:
-        """Blocks of these hashes are there: those of a request from `first` on, `parent` is that of the block before; or blocks
-        of which nothing else is known, as vLLM's own offloading says it."""
+        """The event of new blocks with these hashes: blocks of a request from `first` on, with `parent`, the hash of the block
+        before; or, without a request, blocks known by their hashes alone, in the form of vLLM's own offloading."""
         tokens, lora, end = self._block_tokens, request and request.lora_request, first + len(hashes)
         fields: dict[str, Any] = {"lora_id": lora.adapter_id if lora else None, "lora_name": lora.name if lora else None}
         if request is None:
@@ -677,14 +677,14 @@ class BlockEvents:
             return self._make(self._events.BlockStored, medium, hashes, **fields)
         fields["extra_keys"] = [None] * len(hashes)
         if has_extra_keys(request):
-            # What versions before 0.31 hash is what they publish.
+            # Versions before 0.31 publish the hashed form.
             fields["extra_keys"] = getattr(self._utils, "to_event_extra_keys", list)(extra_keys(request, first, end, tokens))
         fields["parent_block_hash"] = None if parent is None else self._utils.maybe_convert_block_hash(parent)
         fields |= {"token_ids": list(request.all_token_ids[first * tokens : end * tokens]), "block_size": tokens}
         return self._make(self._events.BlockStored, medium, hashes, **fields)
 
     def removed(self, medium: str, hashes: list[bytes]) -> Any:
-        """Blocks are there no more."""
+        """The event of removed blocks."""
         return self._make(self._events.BlockRemoved, medium, hashes)
 
     def _make(self, event: Any, medium: str, hashes: list[bytes], **fields: Any) -> Any:
@@ -694,14 +694,13 @@ class BlockEvents:
 
 
 def wrap_next_block_hasher(wrap: Callable[[Any, int, bytes], Any]) -> None:
-    """Gives `wrap` the hasher of the engine that is being built, the tokens of a block, and a first block's parent.
+    """Gives `wrap` the hasher of the engine under construction, the tokens of a block, and a first block's parent.
 
-    An engine makes its hasher right after its scheduler, and with that its connector; vLLM's function for it is back in its
-    place then.
+    An engine makes its hasher right after its scheduler, and with that its connector; then vLLM's function for it is put back.
     """
     from vllm.v1.core import kv_cache_utils
 
-    # Not imported where no engine core is being built.
+    # Not imported in a process without an engine core.
     core: Any = sys.modules.get("vllm.v1.engine.core")
     make = getattr(core, "get_request_block_hasher", None)
     if make is None:
@@ -718,7 +717,7 @@ def wrap_next_block_hasher(wrap: Callable[[Any, int, bytes], Any]) -> None:
     core.get_request_block_hasher = make_wrapped
 
 
-# What of the configuration of adapters decides how they are applied; the rest is room for them.
+# The settings of adapters with an effect on their computation; the other ones are their room.
 LORA_FORM = (
     "lora_dtype",
     "target_modules",
@@ -730,7 +729,8 @@ LORA_FORM = (
 
 
 def lora_form(vllm_config: VllmConfig) -> str:
-    """How this engine applies adapters, beyond their own files; settings that a version lacks are as those that are off."""
+    """The effect of this engine's settings on adapters, beyond their own files; a setting missing in a version counts as
+    off."""
     config = getattr(vllm_config, "lora_config", None)
     stated = {name: getattr(config, name, None) for name in LORA_FORM}
     stated["target_modules"] = sorted(stated["target_modules"] or ())
@@ -738,8 +738,8 @@ def lora_form(vllm_config: VllmConfig) -> str:
 
 
 def adapter_words(request: LoRARequest) -> tuple[int, str, str, bool, bool, bool]:
-    """An adapter's number, name and folder; whether ranks read it in every step although they hold it, whether its bytes are
-    elsewhere, as in earlier versions, and whether its tensors hold all experts as one."""
+    """An adapter's number, name and folder; three flags: ranks read it in every step although they hold it; its bytes are
+    elsewhere, as in earlier versions; its tensors hold all experts as one."""
     flags = (getattr(request, name, None) for name in ("load_inplace", "tensorizer_config_dict", "is_3d_lora_weight"))
     in_place, elsewhere, fused_experts = map(bool, flags)
     folder = os.path.expanduser(request.lora_path)
@@ -747,6 +747,6 @@ def adapter_words(request: LoRARequest) -> tuple[int, str, str, bool, bool, bool
 
 
 def engine_core() -> type | None:
-    """The class whose methods everything calls that changes an engine from outside; None where none is being built."""
+    """The engine core's class: changes of an engine from outside go through its methods. None if the process has none."""
     core: Any = sys.modules.get("vllm.v1.engine.core")
     return getattr(core, "EngineCore", None)

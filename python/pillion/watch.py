@@ -1,7 +1,7 @@
-"""Sees vLLM change, or possibly change, what KV is computed with: its weights, its adapters, or its own prefix cache.
+"""Watches vLLM for changes of the inputs of KV: its weights, its adapters, or its own prefix cache.
 
-vLLM tells a connector of a reset only if asked to, and of new weights never. Both come from outside, through a few methods
-of the engine core's class, and so between two steps; no step goes through them.
+vLLM tells a connector of a reset only on request, and of new weights never. Both come from outside, through a few methods of
+the engine core's class, and so between two steps; no step goes through them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from pillion.scheduler import Scheduler
 
-# Methods of vLLM's workers that change no weights. Whatever else is called there may, and so may any function sent there.
+# Methods of vLLM's workers without an effect on weights. Any other method may change them, as may any function sent there.
 READS = frozenset(
     {
         "check_health",
@@ -42,7 +42,7 @@ READS = frozenset(
         "synchronize_device",
     }
 )
-# Between these the weights are partly old and partly new. vLLM ends an update whose chunk fails, too.
+# Between these the weights are partly old and partly new. vLLM ends an update with a failed chunk, too.
 UPDATE_BEGINS = ("start_weight_update", "start_draft_weight_update")
 UPDATE_CHUNK = "update_weights"
 UPDATE_ENDS = "finish_weight_update"
@@ -53,7 +53,7 @@ _watched: set[type] = set()
 
 
 def engine_core(core: type, watcher: Scheduler) -> None:
-    """Has `watcher` told of what is called on engine cores of this class, and of those derived from it, while it lives."""
+    """Calls `watcher` around the methods of engine cores of this class, and of derived classes, while `watcher` lives."""
     _watchers.add(watcher)
     if core not in _watched:
         _watched.add(core)
@@ -91,7 +91,7 @@ def _around_rpc(method: Any, *_: Any, **__: Any) -> contextlib.AbstractContextMa
 
 @contextlib.contextmanager
 def _weights_may_change(method: Any) -> Iterator[None]:
-    """Tells before, since KV memory may go and no save may read it any more, and after, well or not."""
+    """Reports before the call, since KV memory may go and no save may read it then, and after it, successful or not."""
     watchers = list(_watchers)
     updating = [watcher.updating for watcher in watchers]
     for watcher in watchers:

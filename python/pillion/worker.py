@@ -33,22 +33,22 @@ class Worker:
         for group, view in groups.parts(kv_cache_config):
             first = next(iter(self._parts), None)
             self._parts.append(GroupMemory(config, vllm_config, view, group, first, beside_others))
-        # Whether a failing load must fail as a whole: vLLM frees blocks before windows, and tells no groups apart.
+        # True if a failing load must fail as a whole: vLLM frees blocks before windows, and does not distinguish groups.
         self._whole = len(self._parts) > 1 or bool(vllm_compat.window(kv_cache_config))
         self._loads = _shim.RankLoads(self._whole)
         # The exception being handled at this step's beginning: another one at its end comes from its own forward.
         self._handled: BaseException | None = None
-        # Whether the next hook of the step's forward may have an effect.
+        # True if the next hook of the step's forward may have an effect.
         self._hooked = False
 
     @property
     def copies(self) -> bool:
-        """Whether this process copies although the sidecar was to."""
+        """True if this process copies instead of the sidecar."""
         return any(part.copies for part in self._parts)
 
     @property
     def out_reason(self) -> str:
-        """Why this rank is not served."""
+        """The reason if this rank is not served."""
         return next((part.out_reason for part in self._parts if part.out_reason), "")
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -56,7 +56,7 @@ class Worker:
         self._show(lambda part: part.register(kv_caches))
 
     def restore(self) -> None:
-        """The KV memory is there again at its address, with other content. It is shown again, or none of it is."""
+        """Shows the KV memory again, at the same address with other content; all of it or none."""
         self._show(GroupMemory.restore)
 
     def _show(self, show: Callable[[GroupMemory], None]) -> None:
@@ -81,7 +81,7 @@ class Worker:
     # --- one step ---
 
     def begin_step(self, metadata: PillionMetadata) -> None:
-        """The engine's blocks are as the scheduler meant them: loads of this step may be written."""
+        """Begins a step: the engine's blocks are as the scheduler meant them, so loads of this step may be written."""
         self._loads.begin_step(metadata.step, metadata.passed)
         self._handled, self._hooked = sys.exc_info()[1], True
         for part, its in zip(self._parts, [metadata, *metadata.others], strict=True):
@@ -98,7 +98,7 @@ class Worker:
                 part.say_notices()
 
     def load(self, forward_context: ForwardContext) -> None:
-        """Begins this step's loads; the forward's blocks are there, or on a GPU waited for, before it reads them."""
+        """Begins this step's loads. The forward's blocks are loaded, or on a GPU waited for, before the forward reads them."""
         for part in self._parts:
             metadata = part.metadata
             if metadata is None:
@@ -106,7 +106,7 @@ class Worker:
             lost, metadata.lost = metadata.lost, []
             self._lose(lost)
             loads, metadata.loads = metadata.loads, []
-            # A layer writes its KV before its hook is called: into a block whose copy may come behind that.
+            # A layer writes its KV before its hook is called, maybe into a block with its copy still to come.
             by_cuts = not metadata.fills_tail and _may_wait_by_cuts(part, loads, forward_context)
             self._begin(part, loads, by_cuts)
 
@@ -134,7 +134,7 @@ class Worker:
             part.session.wait_cut(cut, part.stream())
 
     def reach_layer(self, layer: str) -> None:
-        """The forward is about to launch a layer."""
+        """Waits for the blocks of a layer before the forward launches it."""
         part = self._parts[0]
         if self._hooked and part.waits and part.session:
             cuts = part.waits.reach_layer(layer)
@@ -142,7 +142,7 @@ class Worker:
             self._wait(part, cuts or ())
 
     def end_step(self) -> None:
-        """This rank has written the step's KV, unless its forward raised: vLLM calls this then, too."""
+        """Reports this rank's written KV of the step, unless its forward raised: vLLM calls this then, too."""
         raised = sys.exc_info()[1]
         for part in self._parts:
             part.last_step_s = time.monotonic()
@@ -163,7 +163,7 @@ class Worker:
             part.session.done(metadata.step, metadata.urgent, part.stream())
 
     def step_output(self) -> StepOutput | None:
-        """The step begun by this rank, for its output about to be returned by vLLM; None where nobody waits for it."""
+        """The step begun by this rank, for its output; None if the scheduler role does not wait for it."""
         metadata = self._parts[0].metadata
         return StepOutput(metadata.run, metadata.step) if metadata is not None and metadata.asks else None
 
@@ -184,13 +184,13 @@ class Worker:
         return self._loads.take_failed()
 
     def take_failed_blocks(self) -> set[int]:
-        """Blocks not loaded. vLLM takes no word of single blocks for a model with several groups, and ends the engine."""
+        """Blocks not loaded. Empty for several groups: for single blocks of such a model vLLM ends the engine."""
         return self._loads.take_failed_blocks() if len(self._parts) == 1 else set()
 
 
 def _missed_loads(last: PillionMetadata | None, metadata: PillionMetadata) -> list[StepLoads]:
     """Loads of earlier steps not begun by this rank, although the sidecar may copy them: such a step was skipped, or raised
-    before it got there. vLLM waits for their ends, and this step for the blocks written by them."""
+    before it got there. vLLM waits for their ends, and this step for their blocks."""
     last = last or PillionMetadata(metadata.run, 0)
     if not (metadata.open_loads or last.loads or last.lost):
         return []
@@ -199,7 +199,7 @@ def _missed_loads(last: PillionMetadata | None, metadata: PillionMetadata) -> li
 
 
 def _may_wait_by_cuts(part: GroupMemory, loads: list[Load], forward_context: ForwardContext) -> bool:
-    """Whether this forward waits for its loads cut by cut."""
+    """True if this forward waits for its loads cut by cut."""
     needed = [plan for _, plan, sync in loads if sync]
     if not needed or not part.waits or not part.waits.permits(vllm_compat.hook_mode(forward_context)):
         return False

@@ -19,7 +19,7 @@ use sidecar::logging;
 const LINES_MAX: usize = 1024;
 /// Ids and paths are cut to so many characters.
 const CHARS_MAX: usize = 256;
-/// How long the end of the router waits for the last lines.
+/// The longest wait of the router's end for the last lines.
 const LAST_TIME_MAX: Duration = Duration::from_secs(1);
 
 /// The queue of lines.
@@ -44,10 +44,10 @@ pub(super) struct Notes {
     /// Addresses of the last engines.
     pub(super) prefill: Option<String>,
     pub(super) decode: Option<String>,
-    /// Why the prefill engine did not compute the prompt.
+    /// The reason why the prefill engine did not compute the prompt.
     pub(super) prefill_failure: Option<&'static str>,
     pub(super) request_bytes: u64,
-    /// Why the request failed, without words of its body.
+    /// The reason of the request's failure, without words of its body.
     pub(super) error: Option<String>,
 }
 
@@ -126,7 +126,7 @@ fn cut(text: &str) -> String {
 // === impl Writer ===
 
 impl Writer {
-    /// Waits until the last lines are written, or nobody has read them for too long.
+    /// Waits until the last lines are written, or were not read for too long.
     pub(super) fn wait_written(self) {
         let _ = self.0.recv_timeout(LAST_TIME_MAX);
     }

@@ -58,7 +58,7 @@ impl EngineUrl {
         self.authority.port_u16().expect("it was parsed with a port")
     }
 
-    /// Whether the engine is spoken to by TLS.
+    /// Returns true if the router speaks TLS to the engine.
     pub(super) fn is_https(&self) -> bool {
         self.scheme == Scheme::HTTPS
     }

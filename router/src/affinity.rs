@@ -1,23 +1,24 @@
-//! Which engines of a role have the beginnings of prompts, in bounded memory: what a session or a conversation last went to.
+//! The engines of a role with the beginnings of prompts, by the last prompts of each session and
+//! conversation, in bounded memory.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
 
 /// The most beginnings of a generation. Two generations of 40 bytes each take 5 MiB, for 30,000 conversations of 4 turns.
 const ENTRIES_MAX: usize = 1 << 16;
-/// A beginning that all conversations share is at several engines. The last ones are remembered.
+/// Several engines have a beginning shared by all conversations. The table keeps the last ones.
 const HOLDERS_MAX: usize = 4;
 
 /// The beginnings of one prompt, by their hashes.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub(super) struct Trail {
-    /// A hash of the session that the client names.
+    /// A hash of the session named by the client.
     pub(super) session: Option<u64>,
     /// A beginning of a prompt, and its hash.
     pub(super) marks: Vec<PromptMark>,
-    /// Whether what the request is about lies at the engine of this session alone.
+    /// True if the stored response of the request is at this session's engine alone.
     pub(super) is_bound: bool,
-    /// Bytes of the whole prompt, as it is written.
+    /// Bytes of the whole prompt, as the client wrote it.
     pub(super) bytes: u64,
 }
 
@@ -26,24 +27,25 @@ pub(super) struct Trail {
 pub(super) struct PromptMark {
     pub(super) hash: u64,
     pub(super) bytes: u64,
-    /// Whether it is of one conversation, and not the system prompt of many.
+    /// True if the beginning belongs to one conversation, false for a system prompt shared by many.
     pub(super) is_own: bool,
 }
 
-/// What the engines of a role have of a prompt.
+/// The engines of a role with a beginning of one prompt, and the length of that beginning.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub(super) struct KnownPrompt {
-    /// The engines that have it, the last one first.
+    /// Numbers of the engines with this beginning, the last one first.
     holders: Vec<u32>,
     bytes: u64,
     pub(super) is_own: bool,
 }
 
-/// The engines that had beginnings of prompts.
+/// The engines of a role with beginnings of prompts.
 #[derive(Debug, Default)]
 pub(super) struct Affinity(Mutex<AffinityTable>);
 
-/// Two generations: a full young one takes the place of the old one, and what is asked for becomes young again.
+/// Two generations: a full young one replaces the old one, and a beginning of a new prompt becomes young
+/// again.
 #[derive(Debug, Default)]
 struct AffinityTable {
     young: HashMap<u64, Holders>,
@@ -56,7 +58,7 @@ type Holders = [u32; HOLDERS_MAX];
 // === impl Trail ===
 
 impl Trail {
-    /// The trail of what one engine stores under a name with this hash.
+    /// The trail of a response stored by one engine; `hash` is of its id.
     pub(super) fn bound(hash: u64) -> Self {
         Self { session: Some(hash), is_bound: true, ..Self::default() }
     }
@@ -65,12 +67,13 @@ impl Trail {
 // === impl KnownPrompt ===
 
 impl KnownPrompt {
-    /// How lately an engine had it, 0 being the last one; `None` where it has not.
+    /// Returns 0 for the last engine that got the beginning, 1 for the one before it; `None` if this engine
+    /// did not.
     pub(super) fn rank(&self, engine: u32) -> Option<usize> {
         self.holders.iter().position(|holder| *holder == engine)
     }
 
-    /// Of `weight` tokens, those that an engine must compute.
+    /// Returns the tokens to compute at an engine, of a prompt of `weight` tokens.
     pub(super) fn remaining_tokens(&self, engine: u32, weight: u64, trail: &Trail) -> u64 {
         let known = self.rank(engine).map_or(0, |_| self.bytes.min(trail.bytes));
         let share = 1.0 - known as f64 / trail.bytes.max(1) as f64;
@@ -81,7 +84,7 @@ impl KnownPrompt {
 // === impl Affinity ===
 
 impl Affinity {
-    /// The engines of a prompt's session, or else those of its longest known beginning.
+    /// The engines of a prompt's session, or without a session those of its longest known beginning.
     pub(super) fn known(&self, trail: &Trail) -> KnownPrompt {
         let mut table = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let longest = trail.marks.iter().rev().find_map(|mark| Some((mark, table.get(mark.hash)?)));
@@ -95,7 +98,7 @@ impl Affinity {
         KnownPrompt { holders: holders.into_iter().filter(|holder| *holder != 0).collect(), bytes, is_own }
     }
 
-    /// Notes that an engine has a prompt.
+    /// Notes an engine as one with this prompt.
     pub(super) fn note_holder(&self, trail: &Trail, engine: u32) {
         let mut table = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let hashes = trail.marks.iter().map(|mark| mark.hash).chain(trail.session);

@@ -1,10 +1,10 @@
-//! What a request asks for, by its method and path. No I/O.
+//! The API and the target of a request, by its method and path. No I/O.
 
 use hyper::Method;
 use percent_encoding::percent_decode_str;
 
 sidecar::named! {
-    /// An API whose prompts two engines may work on, by its path.
+    /// An API with prompts for two engines, by its path.
     pub(super) enum Api {
         Completions = "/v1/completions",
         Chat = "/v1/chat/completions",
@@ -14,21 +14,21 @@ sidecar::named! {
     }
 }
 
-/// Where a request goes.
+/// The engines for a request.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) enum RequestTarget {
     Prompt(Api),
-    /// To the engine that answered the response with this id.
+    /// The engine with the stored response of this id.
     Stored(String),
-    /// To all engines of both roles, since it changes what they answer.
+    /// All engines of both roles: the request changes their answers.
     Everywhere,
-    /// To none: this is what the client is told.
+    /// No engine: the client gets this text.
     Nowhere(&'static str),
-    /// To one engine that answers.
+    /// Any one decode engine.
     One,
 }
 
-/// Requests that change what an engine answers, or how, and mean the same at each.
+/// Requests that change an engine's answers, and mean the same at each engine.
 const EVERYWHERE: [&str; 15] = [
     "/v1/load_lora_adapter",
     "/v1/unload_lora_adapter",
@@ -46,7 +46,7 @@ const EVERYWHERE: [&str; 15] = [
     "/stop_profile",
     "/update_weight_version",
 ];
-/// Requests that change one engine, with what is its own: addresses, ranks, sizes.
+/// Requests with addresses, ranks or sizes of one engine.
 const NOWHERE: [&str; 10] = [
     "/collective_rpc",
     "/scale_elastic_ep",
@@ -60,7 +60,7 @@ const NOWHERE: [&str; 10] = [
     "/weight_checker",
 ];
 const NOWHERE_TEXT: &str = "this request has addresses or ranks of one engine: send it to each engine by its own address, prefill engines too";
-/// Stored responses stand behind this.
+/// The path of stored responses, before their ids.
 const RESPONSES: &str = "/v1/responses/";
 
 // === impl RequestTarget ===
@@ -69,7 +69,7 @@ impl RequestTarget {
     /// The target of a request. Its path may have a prefix, as by vLLM's `--root-path`.
     pub(super) fn of_request(method: &Method, path: &str) -> Self {
         let path = path.split('?').next().unwrap_or_default();
-        // Engines look for the path that is meant.
+        // Engines decode the path too.
         let path = percent_decode_str(path).decode_utf8_lossy();
         if let Some(at) = path.find(RESPONSES) {
             let id = path[at + RESPONSES.len()..].split('/').next().unwrap_or_default();
@@ -91,7 +91,7 @@ impl RequestTarget {
     }
 }
 
-/// The path without a slash at its end: an engine would answer with a redirection to its own address.
+/// The path without a slash at its end: an engine would redirect the client to the engine's own address.
 pub(super) fn without_slash(path: &str) -> String {
     let (path, query) = path.split_once('?').map_or((path, None), |(path, query)| (path, Some(query)));
     let path = path.trim_end_matches('/');

@@ -1,4 +1,4 @@
-//! JSON of requests and answers, read in place: a value is a slice of the body that it came in, and none becomes a tree.
+//! JSON of requests and answers, read in place: a value is a slice of its body, and no value becomes a tree.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -20,11 +20,12 @@ const NAMES_BYTES_MAX: usize = 64 << 10;
 /// A shorter value is copied: a part of its own would cost more.
 const PART_BYTES_MIN: usize = 4096;
 
-/// The fields of a JSON object, each as it was written. The last of two with one name counts, as for Python.
+/// The fields of a JSON object, each as the client wrote it. The last of two with one name counts, as for
+/// Python.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub(super) struct Fields(BTreeMap<String, Bytes>);
 
-/// A body to send: slices of the client's body, and what the router writes between them.
+/// A body to send: slices of the client's body, and the router's own bytes between them.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Payload(Arc<Vec<Bytes>>);
 
@@ -38,7 +39,7 @@ pub(super) struct PayloadBody {
 // === impl Fields ===
 
 impl Fields {
-    /// The fields of the object that `json` is. Fails where it is another value, no JSON, or has too many fields.
+    /// The fields of the object in `json`. Fails for another value, malformed JSON or too many fields.
     pub(super) fn parse_object(json: &Bytes) -> serde_json::Result<Self> {
         let (mut fields, mut names_bytes) = (BTreeMap::new(), 0);
         let mut deserializer = serde_json::Deserializer::from_slice(json);
@@ -61,12 +62,12 @@ impl Fields {
         self.0.get(name).map(|value| str::from_utf8(value).expect("JSON that was read as UTF-8"))
     }
 
-    /// Whether the field says more than its absence.
+    /// Returns true if the field has another value than null or false.
     pub(super) fn is_set(&self, name: &str) -> bool {
         self.get(name).is_some_and(|value| !matches!(value, "null" | "false"))
     }
 
-    /// The fields of the object that a field is; `None` where there is no such field, or it is another value.
+    /// The fields of the object in a field; `None` without such a field, or if it has another value.
     pub(super) fn object(&self, name: &str) -> serde_json::Result<Option<Self>> {
         self.0.get(name).filter(|value| value.starts_with(b"{")).map(Self::parse_object).transpose()
     }
@@ -89,7 +90,7 @@ impl Fields {
         self.0.remove(name).is_some()
     }
 
-    /// The object as it is sent.
+    /// The object as bytes for an engine.
     pub(super) fn payload(&self) -> Payload {
         let (mut parts, mut open) = (Vec::new(), Vec::new());
         for (name, value) in &self.0 {
@@ -114,7 +115,7 @@ impl Fields {
 // === impl Payload ===
 
 impl Payload {
-    /// All of it as one piece, which is a copy where it has several parts.
+    /// All parts as one piece: a copy if there are several.
     pub(super) fn joined(&self) -> Bytes {
         match self.0.as_slice() {
             [] => Bytes::new(),
@@ -189,7 +190,7 @@ pub(super) fn find_entry<'a>(json: &'a str, wanted: &str) -> Option<&'a str> {
     found
 }
 
-/// Bytes of the UTF-8 text that a JSON string stands for.
+/// Bytes of the UTF-8 text of a JSON string, with its escapes decoded.
 pub(super) fn text_bytes(json: &str) -> u64 {
     let json = json.as_bytes();
     let (mut rest, mut count) = (json.get(1..json.len().saturating_sub(1)).unwrap_or_default(), 0);

@@ -1,4 +1,4 @@
-//! A prompt at the engine that computes it, and what shows that the engine works on it.
+//! A prompt at the prefill engine, and the signs of the engine's work on it.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,34 +21,35 @@ use super::usage::Usage;
 use super::{Router, watch};
 use sidecar::pages::connections::run_until;
 
-/// An engine that has answered no prompt for so long is not waited for alone any more: the one that answers is asked, which knows by its
-/// sidecar whether the prompt is promised. It computes after a second where it is not. With a look and [`USAGE_TIME_MAX`] a client waits 5 s
-/// at most.
+/// A prefill engine that answered no prompt for this time is not waited for alone any more: the router also
+/// asks the decode engine, whose sidecar knows if the prompt is promised, and which computes it after a
+/// second without a promise. With a look and [`USAGE_TIME_MAX`] a client waits 5 s at most.
 const STALL_MAX: Duration = Duration::from_millis(3500);
-/// How often an engine is looked at that has not answered.
+/// Interval of looks at an engine without an answer yet.
 const LOOK: Duration = Duration::from_millis(250);
-/// How long an answer may follow that of the other engine, which had all blocks before.
+/// The longest time from the decode engine's first answer to the prefill engine's answer: the decode engine
+/// had all blocks before.
 const BEHIND_MAX: Duration = Duration::from_secs(1);
-/// What is usage waited for: both engines end at one time.
+/// The longest wait for the prefill engine's usage: both engines end at one time.
 const USAGE_TIME_MAX: Duration = Duration::from_millis(250);
 
-/// What became of a prompt.
+/// The result of a prompt at its prefill engine.
 pub(super) type Outcome = Result<Computed, PromptFailure>;
 
-/// The answer of an engine that has computed a prompt.
+/// The answer of a prefill engine with a computed prompt.
 #[derive(Debug)]
 pub(super) struct Computed {
     pub(super) answer: Response<Bytes>,
-    /// What it says to the engine that answers, as JSON; empty in a stream.
+    /// Its `kv_transfer_params` for the decode engine, as JSON; empty in a stream.
     pub(super) params: Bytes,
     pub(super) usage: Usage,
 }
 
-/// A prompt under way. It is given up when this is dropped, unless it is let go.
+/// A prompt under way at a prefill engine. Dropping it gives the prompt up, except after `let_go`.
 #[derive(Debug)]
 pub(super) struct Computing {
     outcome: Receiver<Option<Arc<Outcome>>>,
-    /// Told once the engine that answers does.
+    /// Notified once the decode engine begins to answer.
     began: Arc<Notify>,
     engine: Arc<RouteEngine>,
     /// The decode engine computes a prompt of fewer tokens.
@@ -56,11 +57,12 @@ pub(super) struct Computing {
     task: Option<JoinHandle<()>>,
 }
 
-/// A prompt on its way from a prefill engine to a decode engine. It is counted once, at both: by the answer's usage, or else on drop.
+/// A prompt on its way from a prefill engine to a decode engine. It is counted once, at both: by the answer's
+/// usage, or without any on drop.
 #[derive(Debug)]
 pub(super) struct HandOver {
     engines: [Arc<RouteEngine>; 2],
-    /// The prefill engine's answer. A failure is counted elsewhere.
+    /// The prefill engine's answer. Its failures are counted in `compute`.
     outcome: Receiver<Option<Arc<Outcome>>>,
     tokens_min: u64,
     is_judged: bool,
@@ -69,7 +71,8 @@ pub(super) struct HandOver {
 // === impl Computing ===
 
 impl Computing {
-    /// Asks the engine of a share of load. A prompt with `sizes` is answered whole, another one as a stream.
+    /// Asks the engine of a seat. The engine answers a prompt with `sizes` as a whole, another prompt as a
+    /// stream.
     pub(super) fn ask_engine(
         router: Arc<Router>,
         share: LoadShare,
@@ -93,7 +96,7 @@ impl Computing {
         HandOver { engines, outcome: self.outcome.clone(), tokens_min: self.tokens_min, is_judged: false }
     }
 
-    /// What became of it, once that is known.
+    /// Returns the result of the prompt, once it is known.
     pub(super) fn outcome(&self) -> impl Future<Output = Arc<Outcome>> + Send + 'static {
         let mut outcome = self.outcome.clone();
         async move {
@@ -102,7 +105,7 @@ impl Computing {
         }
     }
 
-    /// The cached tokens that the engine states, if it has answered by now or soon does.
+    /// The cached tokens stated by the prefill engine, if it answers within [`USAGE_TIME_MAX`].
     pub(super) fn cached(&self) -> impl Future<Output = Option<u64>> + Send + 'static {
         let outcome = self.outcome();
         async move {
@@ -111,12 +114,12 @@ impl Computing {
         }
     }
 
-    /// Says that the engine that answers has begun.
+    /// Notes that the decode engine began to answer.
     pub(super) fn answer_began(&self) {
         self.began.notify_one();
     }
 
-    /// Lets the engine end the prompt, or show that it does not work.
+    /// Lets the prefill engine go on with the prompt to its end, or to a sign that it does not work.
     pub(super) fn unpin(&mut self) {
         self.task = None;
     }
@@ -161,8 +164,9 @@ impl Drop for HandOver {
     }
 }
 
-/// Ends once an engine has shown no work since `asked` for too long, or was found not to work. While another prompt of it is waited for
-/// elsewhere, that one is to show it: a long step of an engine keeps others from being promised.
+/// Ends once an engine has shown no work since `asked` for too long, or did not work before. While a decode
+/// engine waits for another prompt of this engine, that prompt shows the engine's state: during a long step
+/// the engine promises no other prompt.
 pub(super) async fn await_stall(engine: &RouteEngine, asked: Instant) {
     let is_early = || engine.answered().max(Some(asked)).is_some_and(|at| at.elapsed() < STALL_MAX);
     while (is_early() || engine.is_awaited() && !engine.is_unpromised()) && engine.is_up(Instant::now()) {
@@ -170,7 +174,8 @@ pub(super) async fn await_stall(engine: &RouteEngine, asked: Instant) {
     }
 }
 
-/// Ends once the other engine has answered without this one, which answered nothing else either.
+/// Ends once the decode engine answers, if the prefill engine then answers no prompt for
+/// [`watch::SILENCE_MAX`] and no decode engine waits for a promised one.
 async fn left_behind(engine: &RouteEngine, asked: Instant, began: &Notify) {
     began.notified().await;
     engine.set_unpromised();
@@ -190,7 +195,8 @@ async fn left_behind(engine: &RouteEngine, asked: Instant, began: &Notify) {
 // === impl Router ===
 
 impl Router {
-    /// Has a prompt computed. A failure is counted, unless the prompt was refused: that may be the client's.
+    /// Has a prompt computed. A failure is counted, except a refusal of the prompt: the client may have
+    /// caused it.
     async fn compute(
         &self,
         mut share: LoadShare,
@@ -209,7 +215,7 @@ impl Router {
         share.note_end();
         match &answer {
             Ok(_) | Err(ForwardError::Status(_)) => engine.was_in_time(Instant::now()),
-            // The prompt may be a long one. No request waits for what the engine's server says of that.
+            // The prompt may be a long one. No request waits for the look at the engine's health.
             Err(ForwardError::Late(_)) if engine.is_late_once() => {
                 tokio::spawn(watch::judge_engine(Arc::clone(&engine)));
             }

@@ -1,4 +1,4 @@
-//! A stream of events in which the cached tokens are those that another engine states.
+//! A stream of events, with the cached tokens of another engine in place of those it states.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
@@ -7,15 +7,15 @@ use hyper::body::{Body, Bytes, Frame};
 
 use super::usage::{self, Usage};
 
-/// An event that is longer is passed on as it is.
+/// A longer event is passed on unchanged.
 const EVENT_BYTES_MAX: usize = 1 << 20;
 
-/// A body whose events are changed where they state cached tokens, and are passed on byte for byte where they do not.
+/// A body with changed numbers in events that state cached tokens, and with all other events byte for byte.
 pub(super) struct Counted<B, F> {
     body: B,
-    /// The beginning of an event that is not whole yet.
+    /// The beginning of an unfinished event.
     held: Vec<u8>,
-    /// Events that state a number, until the right one is known.
+    /// Events that state cached tokens, until the right number is known.
     waiting: Vec<u8>,
     cached: Cached,
     /// Called with the usage of the events.
@@ -55,7 +55,7 @@ impl<B, F: FnMut(Usage)> Counted<B, F> {
         })
     }
 
-    /// Takes bytes of the stream; what of them is whole, or too long to be held.
+    /// Takes bytes of the stream. Returns whole events, or an unfinished one too long to be held.
     fn take_whole(&mut self, data: &Bytes) -> Option<Bytes> {
         if self.held.is_empty() && data.ends_with(b"\n\n") {
             return Some(data.clone());

@@ -9,47 +9,48 @@ use super::forward::ForwardError;
 use super::prompt::Whole;
 use sidecar::pages::metrics::figures::{register_counter, register_counters};
 
-/// Counters of one router, all of them there before the first prompt.
+/// Counters of one router, all of them present before the first prompt.
 #[derive(Debug)]
 pub(super) struct RouteCounters {
     registry: Registry,
-    /// Prompts by where they went, and why not to two.
+    /// Requests by their way: to two engines, or the reason for another way.
     prompts: IntCounterVec,
-    /// Prompts that the engine asked to compute them did not, by reason.
+    /// Prompts not computed by their prefill engines, by reason.
     failures: IntCounterVec,
-    /// Prompts that the engine asked to answer them gave up, and which were asked for once more.
+    /// Prompts sent to engines a second time, after the decode engine gave them up.
     pub(super) retries: IntCounter,
-    /// Streams whose first token is that of the engine that computed the prompt.
+    /// Streams whose first token came from the prefill engine.
     pub(super) first_tokens: IntCounter,
-    /// Requests whose body was not taken, by reason.
+    /// Requests with an unread body, by reason.
     pub(super) refused: IntCounterVec,
-    /// Lines of the access log that were not written.
+    /// Lines missing in the access log.
     pub(super) lines_dropped: IntCounter,
 }
 
 sidecar::named! {
-    /// Why an engine did not compute a prompt, or computed it for nobody.
+    /// Reason of a prompt's failure at a prefill engine.
     pub(super) enum PromptFailure {
         Unreachable = "unreachable",
         Broken = "broken",
         Status = "status",
-        /// Its status is the client's fault, and another engine found none.
+        /// A status of a client's fault, but a decode engine answered the prompt.
         Refused = "refused",
-        /// No sign of life, or of work while the other engine answered.
+        /// No sign of life, or no sign of work while the decode engine answered.
         Silent = "silent",
         Late = "late",
-        /// The engine's answer says nothing to the one that answers.
+        /// The engine's answer has no parameters for the decode engine.
         NoParams = "no_params",
     }
 }
 
-/// The label of a prompt that two engines work on.
+/// The label of a prompt sent to two engines.
 pub(super) const PAIR: &str = "pair";
-/// The labels of requests that are no prompts: by any engine, by all, or by none.
+/// The labels of requests without a prompt: sent to any engine, to all, or to none.
 pub(super) const OTHER: &str = "other";
 pub(super) const EVERYWHERE: &str = "everywhere";
 pub(super) const REFUSED: &str = "refused";
-/// The labels of bodies that had no room in all or of their client, of those that came too slowly, and of clients without a place.
+/// The labels of refusals: no room for the body in all, or of its client; no place for the connection; a body
+/// that came too slowly.
 pub(super) const MEMORY: &str = "memory";
 pub(super) const CLIENT: &str = "client";
 pub(super) const CONNECTIONS: &str = "connections";
@@ -95,7 +96,7 @@ impl RouteCounters {
         self.failures.with_label_values(&[failure.name()]).inc();
     }
 
-    /// All of them, and the families of engines, in Prometheus' text format.
+    /// All counters, and the families of engines, in Prometheus' text format.
     pub(super) fn page(&self, engines: Vec<MetricFamily>) -> String {
         let families = merge_families(self.registry.gather().into_iter().chain(engines));
         TextEncoder::new().encode_to_string(&families).unwrap_or_default()
@@ -105,7 +106,8 @@ impl RouteCounters {
 // === impl PromptFailure ===
 
 impl PromptFailure {
-    /// Whether it is known while the engine that answers may still wait. That one ends its own wait for a prompt that is late.
+    /// Returns true if the failure shows while the decode engine may still wait. That engine ends its own
+    /// wait for a late prompt.
     pub(super) fn is_soon(self) -> bool {
         !matches!(self, Self::Silent | Self::Late)
     }
@@ -124,7 +126,7 @@ impl From<&ForwardError> for PromptFailure {
     }
 }
 
-/// The status of an answer, or the code of why there was none, as metrics have it.
+/// The status of an answer, or the label of the failure, as metrics have it.
 pub(super) fn code_of(answer: Result<StatusCode, &ForwardError>) -> Result<StatusCode, &'static str> {
     answer.or_else(|error| match error {
         ForwardError::Status(status) => Ok(*status),

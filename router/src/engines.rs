@@ -1,4 +1,4 @@
-//! The engines of one role, and which of them is next.
+//! The engines of one role, and the choice of the next one.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -10,24 +10,25 @@ use super::affinity::{Affinity, Trail};
 use super::engine::{LoadShare, RouteEngine};
 use super::tls::TowardsEngines;
 
-/// The engine that has a prompt's beginning is passed over once it has this much more to do than the average.
+/// An engine with a prompt's beginning is passed over once it has this much more to do than the average.
 const LOAD_OVER_AVERAGE: f64 = 1.25;
 /// vLLM computes so many tokens in one step by its default.
 const STEP_TOKENS: f64 = 8192.0;
-/// So many conversations of the last minutes may go to one engine for the beginning that all conversations share, whatever the average.
+/// This many conversations of the last minutes may go to one engine for a beginning shared by all, even above
+/// the average.
 const SHARED_MIN: f64 = 4.0;
-/// A further turn counts so much of a conversation's first one: an engine's conversations go on there, so that those with few turns yet
-/// count almost as those with many.
+/// A further turn counts this much of a conversation's first turn: conversations stay at their engine, so
+/// those with few turns so far count almost as much as those with many.
 const TURN_SHARE: f64 = 0.25;
-/// The router remembers the state of so many engines behind their end: an unready pod may soon be ready again.
+/// Count of engines kept with their state after they left the list: an unready pod may soon be ready again.
 const GONE_MAX: usize = 64;
 
 sidecar::named! {
-    /// What engines do with prompts.
+    /// The work of engines on prompts.
     pub(super) enum EngineRole {
-        /// They compute them: load is tokens that they do not have yet.
+        /// They compute prompts. Their load is the tokens still to compute.
         Prefill = "prefill",
-        /// They answer them: load is requests.
+        /// They answer prompts. Their load is requests.
         Decode = "decode",
     }
 }
@@ -55,7 +56,8 @@ struct RoleEngines {
 // === impl EngineRole ===
 
 impl EngineRole {
-    /// An engine with so much under way is not passed over: requests that a step computes together, or two steps of a prompt.
+    /// An engine with this much under way is not passed over: requests computed together in a step, or two
+    /// steps of a prompt.
     fn load_floor(self) -> f64 {
         match self {
             Self::Prefill => 2.0 * STEP_TOKENS,
@@ -63,7 +65,8 @@ impl EngineRole {
         }
     }
 
-    /// What counts as much as one conversation of the last minute: a request under way, or a quarter of a step of a prompt, some 50 ms.
+    /// The load worth one conversation of the last minute: a request under way, or a quarter of a step of a
+    /// prompt, some 50 ms.
     fn request_weight(self) -> f64 {
         match self {
             Self::Prefill => STEP_TOKENS / 4.0,
@@ -80,8 +83,8 @@ impl RouteEngines {
         Self { list: Mutex::default(), tls, role, affinity: Affinity::default() }
     }
 
-    /// Makes these addresses those of all engines. An engine with one of them keeps its state. An engine without gets no more
-    /// requests, and goes on with those under way.
+    /// Replaces the addresses of all engines. An engine with one of them keeps its state. An engine without
+    /// gets no more requests, and goes on with those under way.
     pub(super) fn update(&self, addresses: Vec<EngineAddress>) {
         let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
         let (before, mut made) = (Arc::clone(&list.all), list.made);
@@ -112,21 +115,22 @@ impl RouteEngines {
         self.all().iter().filter(|engine| engine.is_up(now)).count()
     }
 
-    /// How many tokens a prompt and its answer may have at each of those that are up; `None` while one of them has not said it.
+    /// Returns the most tokens of a prompt and its answer at any engine that is up; `None` if the limit of
+    /// one is unknown.
     pub(super) fn length_max(&self, now: Instant) -> Option<u64> {
         let all = self.all();
         let up = all.iter().filter(|engine| engine.is_up(now));
         up.map(|engine| engine.length()).collect::<Option<Vec<_>>>()?.into_iter().min()
     }
 
-    /// Those that are up and have not said their length lately.
+    /// Returns the engines that are up and stated no limit lately.
     pub(super) fn lengths_due(&self, now: Instant) -> Vec<Arc<RouteEngine>> {
         let due = |engine: &&Arc<RouteEngine>| engine.is_up(now) && engine.is_length_due(now);
         self.all().iter().filter(due).map(Arc::clone).collect()
     }
 
-    /// The best engine for a prompt of `weight` tokens, if one is up, with what it has to do of it. One that is `spared` is taken where
-    /// no other is up.
+    /// Takes the best engine for a prompt of `weight` tokens, with the tokens that it must compute as its
+    /// load; `None` if no engine is up. The engine `spared` is taken only if no other is up.
     pub(super) fn take_share(
         &self,
         trail: &Trail,
@@ -140,7 +144,7 @@ impl RouteEngines {
         Some(best.add_share(known.remaining_tokens(best.number, weight, trail).max(1), now))
     }
 
-    /// Notes that an engine has a prompt, or is to have it.
+    /// Notes an engine as one with this prompt, now or soon.
     pub(super) fn note_prompt(&self, trail: &Trail, engine: &RouteEngine, now: Instant) {
         let known = self.affinity.known(trail);
         let is_turn = known.is_own && known.rank(engine.number).is_some();
@@ -148,12 +152,12 @@ impl RouteEngines {
         self.affinity.note_holder(trail, engine.number);
     }
 
-    /// Notes that an engine stores what has this hash.
+    /// Notes an engine as the one with the stored response of this hash.
     pub(super) fn bind(&self, hash: u64, engine: &RouteEngine) {
         self.affinity.note_holder(&Trail::bound(hash), engine.number);
     }
 
-    /// The figures of all engines. Two engines of one address show those of the first one.
+    /// The metrics of all engines. Two engines of one address show those of the first.
     pub(super) fn gather(&self, now: Instant) -> Vec<MetricFamily> {
         let all = self.all();
         let firsts = all.iter().enumerate();
@@ -162,8 +166,11 @@ impl RouteEngines {
         firsts.flat_map(|(_, engine)| gather(engine)).collect()
     }
 
-    /// All engines, the best for a prompt of `weight` first: those that are up; of these that which has its beginning, unless it has too
-    /// much to do; then those with the least to do, and that they were given lately. What one engine stores is known to that alone. One that is `spared` is behind every other that is as much up.
+    /// Returns all engines, the best for a prompt of `weight` tokens first. Engines that are up come first.
+    /// Among these an engine with the prompt's beginning comes first, unless it has too much to do, then the
+    /// engines with the least load and the fewest conversations lately. While the engine of a stored
+    /// response is listed, only that one is returned. The engine `spared` comes last among those up, or among
+    /// those down.
     pub(super) fn ranked(
         &self,
         trail: &Trail,
@@ -190,11 +197,13 @@ impl RouteEngines {
             let is_spared = spared.is_some_and(|spared| spared.address == engine.address);
             let rest = known.remaining_tokens(engine.number, weight, trail) as f64;
             let has_too_much = load.under_way + rest > most.under_way;
-            // What many share is worth no more than its own computation, and draws no more than an equal share.
+            // A beginning shared by many is worth no more than its own computation, and draws no more than an
+            // equal share.
             let is_worse = load.under_way + rest > soonest || load.lately + 1.0 > most.lately;
             let is_passed_over = has_too_much || is_worse && !known.is_own;
             let place = known.rank(engine.number).filter(|_| !is_passed_over);
-            // The last engine of a conversation has most of it. Those that share a beginning have it alike.
+            // The last engine of a conversation has most of it. All engines with a shared beginning have the
+            // same of it.
             let place = place.map_or(usize::MAX, |place| if known.is_own { place } else { 0 });
             (!engine.is_up(now), is_spared, place, has_too_much, load.score(self.role))
         });
@@ -202,14 +211,14 @@ impl RouteEngines {
     }
 }
 
-/// The addresses of those `engines` beyond `others`.
+/// The addresses of the engines in `engines` and not in `others`.
 fn missing(engines: &[Arc<RouteEngine>], others: &[Arc<RouteEngine>]) -> String {
     let is_other = |engine: &&Arc<RouteEngine>| others.iter().any(|other| Arc::ptr_eq(other, engine));
     let missing = engines.iter().filter(|engine| !is_other(engine)).map(|engine| engine.address.to_string());
     missing.collect::<Vec<_>>().join(", ")
 }
 
-/// What an engine has to do, and what it was given lately.
+/// An engine's work under way, and its conversations of the last minutes.
 #[derive(Copy, Clone, Debug)]
 struct LoadFigures {
     under_way: f64,
@@ -223,7 +232,7 @@ impl LoadFigures {
         Self { under_way: engine.under_way() as f64, lately: engine.lately(now) }
     }
 
-    /// The most that an engine may have with one more prompt of this weight.
+    /// The highest load allowed to an engine, with one more prompt of this weight.
     fn most(all: &[Self], up: usize, weight: u64, role: EngineRole) -> Self {
         let most = |sum: f64| (sum / up.max(1) as f64 * LOAD_OVER_AVERAGE).ceil();
         let under_way = most(all.iter().map(|load| load.under_way).sum::<f64>() + weight as f64);
@@ -231,7 +240,7 @@ impl LoadFigures {
         Self { under_way: under_way.max(role.load_floor()), lately: lately.max(SHARED_MIN) }
     }
 
-    /// Orders engines, the one with the least first. A thousandth of a request is the grain.
+    /// Orders engines, the least loaded first, in thousandths of a request.
     fn score(self, role: EngineRole) -> u64 {
         ((self.lately + self.under_way / role.request_weight()) * 1000.0) as u64
     }
@@ -313,7 +322,7 @@ mod tests {
     fn one_request_tries_an_engine_that_was_down_and_less_often_each_time() {
         let (engines, mut now) = (engines(2), Instant::now());
         let engine = engines.all()[0].clone();
-        // All that were under way there fail at once.
+        // All requests under way at the engine fail together.
         (0..9).for_each(|_| engine.set_down(now));
         for pause in [5, 10, 20, 30, 30] {
             let pause = Duration::from_secs(pause);
@@ -344,7 +353,7 @@ mod tests {
         engines.all()[1].set_length(20, now);
         assert_eq!(engines.length_max(now), Some(10));
         engines.all()[0].set_down(now);
-        assert_eq!(engines.length_max(now), Some(20), "who is down is not waited for");
+        assert_eq!(engines.length_max(now), Some(20), "an engine that is down is not waited for");
         engines.all()[0].set_up();
         assert_eq!(engines.length_max(now), None, "it may have come back with another one");
         assert!(engines.all()[0].is_length_missed_first() && !engines.all()[0].is_length_missed_first());
@@ -381,7 +390,7 @@ mod tests {
         assert_eq!(
             engines.ranked(&own, 1, None, now)[3].address,
             favourite.address,
-            "who is down is asked last"
+            "an engine that is down is asked last"
         );
     }
 

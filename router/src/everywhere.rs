@@ -1,4 +1,4 @@
-//! What changes engines is told to all of both roles.
+//! Requests to all engines of both roles, because they change engines.
 
 use std::sync::Arc;
 
@@ -15,7 +15,8 @@ use super::{Router, watch};
 // === impl Router ===
 
 impl Router {
-    /// Tells a request to all engines at once. The answer is that of one of them, or names those that did not take it.
+    /// Sends a request to all engines at once. Returns the answer of one of them, or an error with the name
+    /// of each engine that did not take it.
     pub(super) async fn tell_everywhere(&self, asked: &RouteRequest) -> Response<Answer> {
         let mut engines: Vec<Arc<RouteEngine>> = Vec::new();
         for engine in self.decode.all().iter().chain(&*self.prefill.all()) {

@@ -74,7 +74,7 @@ impl EngineFigures {
         Ok(Self { registry, up, load, open, answers, first, whole, retries, hand_overs })
     }
 
-    /// Counts an answer by its status, or the code of why there was none.
+    /// Counts an answer by its status, or by the code of its absence.
     pub(super) fn count_answer(&self, answer: Result<StatusCode, &str>) {
         let code = match answer {
             Ok(status) => class(status),
@@ -83,12 +83,12 @@ impl EngineFigures {
         self.answers.with_label_values(&[code]).inc();
     }
 
-    /// Notes how long an answer took to begin.
+    /// Notes the time from a request to the first bytes of its answer.
     pub(super) fn note_first(&self, after: Duration) {
         self.first.observe(after.as_secs_f64());
     }
 
-    /// Notes how long a whole answer took.
+    /// Notes the time from a request to the end of its answer.
     pub(super) fn note_whole(&self, after: Duration) {
         self.whole.observe(after.as_secs_f64());
     }

@@ -1,7 +1,8 @@
-//! What an engine's answer begins with, read until it shows whether the engine has given the prompt up.
+//! The beginning of an engine's answer, read until it shows if the engine has given the prompt up.
 //!
-//! vLLM's stream of a chat begins with an event that has the role alone, and with `--sse-keep-alive-interval` comments come before any
-//! event. Neither says anything of the answer, so an error behind them is still one before it.
+//! vLLM's stream of a chat begins with an event of the role alone, and with `--sse-keep-alive-interval`
+//! comments come before any event. Both have no part of the answer, so an error behind them still comes
+//! before the answer.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -11,17 +12,18 @@ use hyper::body::{Body, Bytes, Frame};
 use serde_json::Value;
 use tokio::time::{Instant, timeout_at};
 
-/// How vLLM begins the event by which it ends a stream with an error.
+/// The begin of vLLM's error event at the end of a stream.
 const ERROR_EVENT: &[u8] = b"data: {\"error\"";
-/// The most that is held of a stream before it is passed on unjudged: the event with the role may have a prompt's token ids.
+/// The most bytes held of a stream before it is passed on without a judgement: the event with the role may
+/// have a prompt's token ids.
 const BYTES_MAX: usize = 1 << 20;
-/// Comments are held no longer than this after the request: they must reach the client before a proxy ends the connection after 60 s.
-/// An engine waits 30 s for a prompt before it gives it up.
+/// Comments are held for this long after the request: they must reach the client before a proxy ends the
+/// connection after 60 s. An engine gives a prompt up after 30 s of waiting.
 pub(super) const TIME_MAX: Duration = Duration::from_secs(40);
-/// How long an error may follow the role: vLLM writes both at once.
+/// The longest time from the role to an error: vLLM writes both at once.
 const ERROR_TIME_MAX: Duration = Duration::from_secs(1);
 
-/// What the begin of a stream shows.
+/// The meaning of a stream's beginning.
 #[derive(Copy, Clone, Debug, Eq, Ord, PartialEq, PartialOrd)]
 enum StreamBegin {
     /// Comments, or no whole event.
@@ -35,11 +37,12 @@ enum StreamBegin {
 #[derive(Debug, Default)]
 pub(super) struct FirstFrames {
     pub(super) frames: VecDeque<Frame<Bytes>>,
-    /// Whether they are an error before anything of an answer.
+    /// True if the frames have an error before any part of an answer.
     pub(super) given_up: bool,
 }
 
-/// The first frame of a body; of a stream of events as many as it takes until one says something, or `time_max` is over.
+/// Reads the first frame of a body; of a stream of events all frames until one has a part of the answer or an
+/// error, or `time_max` is over.
 pub(super) async fn read_first_frames<B: Body<Data = Bytes> + Unpin>(
     body: &mut B,
     is_stream: bool,
@@ -70,7 +73,7 @@ pub(super) async fn read_first_frames<B: Body<Data = Bytes> + Unpin>(
     }
 }
 
-/// What a stream shows that goes on so. Whole events of no answer are removed.
+/// Judges the beginning of a stream, and removes its whole events without a part of the answer.
 fn judge(unread: &mut Vec<u8>) -> StreamBegin {
     let mut shown = StreamBegin::Nothing;
     loop {
@@ -86,7 +89,7 @@ fn judge(unread: &mut Vec<u8>) -> StreamBegin {
     }
 }
 
-/// Where the first event ends, with the empty line behind it.
+/// The end of the first event, with the empty line behind it.
 fn event_end(unread: &[u8]) -> Option<usize> {
     let mut lines = unread.split_inclusive(|byte| *byte == b'\n');
     let mut end = 0;
@@ -96,7 +99,8 @@ fn event_end(unread: &[u8]) -> Option<usize> {
     })
 }
 
-/// What an event says that is no error: nothing where it is a comment, the role where it is a part of a chat with that alone.
+/// The meaning of an event without an error: `Nothing` for a comment, `Role` for a part of a chat with the
+/// role alone.
 fn said(event: &[u8]) -> StreamBegin {
     let Ok(event) = std::str::from_utf8(event) else { return StreamBegin::Answer };
     let mut lines = event.lines().filter(|line| !line.is_empty() && !line.starts_with(':'));
@@ -133,7 +137,7 @@ pub(super) mod tests {
     const WORD: &str =
         "data: {\"choices\":[{\"index\":0,\"delta\":{\"content\":\"a\"},\"finish_reason\":null}]}\n\n";
 
-    /// Some frames, and then nothing.
+    /// A body with some frames, and without an end.
     pub(crate) struct Stalled(pub(crate) VecDeque<Bytes>);
 
     impl Body for Stalled {

@@ -1,7 +1,8 @@
-//! The first token of a stream from the engine that computes the prompt: the other one goes on behind it. No I/O.
+//! The first token of a stream, from the prefill engine: the decode engine goes on behind it. No I/O.
 //!
-//! Only where the client's stream is the one that a single engine sends, byte for byte but for ids and times. So requests are named that
-//! this is known of, field by field, and the event that is passed on has the form that is known; all else goes the usual way.
+//! The client's stream must equal a single engine's, byte for byte but for ids and times. So this module
+//! lists each field of a request known to keep it equal, and the known form of the first event; all other
+//! prompts go to both engines without a first token.
 
 use hyper::body::Bytes;
 use serde::Deserialize;
@@ -12,29 +13,30 @@ use super::body::Fields;
 use super::prompt::Prompt;
 use super::requests;
 
-/// Fields of a request with which a second engine goes on as the first one would have: each token is chosen by what comes before it.
+/// Fields of a request that let a second engine go on as the first would: each token depends on the tokens
+/// before it alone.
 const FREE: [&str; 9] =
     ["model", "prompt", "max_tokens", "stream", "temperature", "top_p", "top_k", "min_p", "ignore_eos"];
-/// The first event's keys, and those of its one choice, in the answer of an engine that ends with it.
+/// The keys of the first event, and of its one choice, in the answer of an engine after one token.
 const EVENT: [&str; 5] = ["id", "object", "created", "model", "choices"];
 const CHOICE: [&str; 7] =
     ["index", "text", "logprobs", "finish_reason", "stop_reason", "prompt_token_ids", "token_ids"];
-/// vLLM says this of itself in the last event of a stream.
+/// vLLM's own version, in the last event of a stream alone.
 const LAST_ONLY: &str = ",\"system_fingerprint\":\"";
 const DONE: &str = "data: [DONE]\n\n";
 
-/// What a stream begins with, and what goes on with it.
+/// The first event of a stream, and the facts of the request for the rest.
 #[derive(Debug, Eq, PartialEq)]
 pub(super) struct First {
     /// The event with the first token, as bytes of the stream.
     pub(super) event: Bytes,
-    /// The tokens of the prompt, and that one.
+    /// The token ids of the prompt, and of the first token.
     ids: Vec<u64>,
-    /// How many tokens are to follow.
+    /// The most tokens after the first one.
     left: u64,
 }
 
-/// The parts of an engine's event that decide whether its token is passed on.
+/// The parts of an engine's event that decide if its token is passed on.
 #[derive(Deserialize)]
 struct TokenEvent {
     choices: Vec<Choice>,
@@ -48,7 +50,8 @@ struct Choice {
     token_ids: Vec<u64>,
 }
 
-/// Whether a request to `/v1/completions` may have its first token from another engine than the rest.
+/// Returns true if the first token of a request to `/v1/completions` may come from another engine than the
+/// rest.
 pub(super) fn may_be_split(request: &Fields, prompt: &Prompt) -> bool {
     let is_said = |name: &str, value: &Value| match name {
         "n" => *value != json!(1),
@@ -67,13 +70,14 @@ fn max_tokens(request: &Fields) -> Option<u64> {
     serde_json::from_str(request.get("max_tokens")?).ok()
 }
 
-/// Whether a field of a request says more than its absence.
+/// Returns true if a field of a request means more than its absence.
 fn is_set(value: &Value) -> bool {
     !matches!(value, Value::Null | Value::Bool(false))
         && value.as_array().is_none_or(|items| !items.is_empty())
 }
 
-/// The request for the engine that computes the prompt: a stream of one token, with the ids of it and of the prompt.
+/// Returns the request for the prefill engine: a stream of one token, with the ids of the prompt and of the
+/// token.
 pub(super) fn make_token_request(request: &Fields) -> serde_json::Result<Fields> {
     let mut made = requests::make_prefill(Api::Completions, request)?;
     made.set_field("stream", true);
@@ -81,13 +85,14 @@ pub(super) fn make_token_request(request: &Fields) -> serde_json::Result<Fields>
     Ok(made)
 }
 
-/// What that engine's `answer` to a request gives, where prompt and answer have at most `length_max` tokens; `None`: the usual way is
-/// the right one.
+/// Reads the prefill engine's `answer` to a request. Returns `None` if the decode engine must send the first
+/// token, also if prompt and answer may be longer than `length_max` tokens.
 pub(super) fn read_first_token(answer: &[u8], request: &Fields, length_max: u64) -> Option<First> {
     let event = std::str::from_utf8(answer).ok()?.strip_suffix(DONE)?;
     let line = event.strip_prefix("data: ")?.strip_suffix("\n\n").filter(|line| !line.contains('\n'))?;
     let [choice] = <[Choice; 1]>::try_from(serde_json::from_str::<TokenEvent>(line).ok()?.choices).ok()?;
-    // One that stops here has no rest. Without a text, or with a part of a letter, what follows is told otherwise behind a prompt.
+    // A stream that stops here has no rest. After an empty text or a part of a letter, an engine writes the
+    // rest in another way.
     let is_whole = !choice.text.is_empty() && !choice.text.contains('\u{fffd}');
     if !is_whole || choice.finish_reason? != "length" || choice.token_ids.len() != 1 {
         return None;
@@ -99,12 +104,12 @@ pub(super) fn read_first_token(answer: &[u8], request: &Fields, length_max: u64)
     is_taken.then(|| First { event: format!("data: {event}\n\n").into(), ids, left })
 }
 
-/// The only event of a stream as the first of a longer one. A quotation mark within a text has a backslash before it, so that what is
-/// looked for is found among the keys alone.
+/// The only event of a stream as the first of a longer one. A quotation mark within a text has a backslash
+/// before it, so each name is found among the keys alone.
 fn as_first(line: &str) -> Option<String> {
     let mut line = line.replacen("\"finish_reason\":\"length\"", "\"finish_reason\":null", 1);
     for name in ["\"prompt_token_ids\":", "\"token_ids\":"] {
-        // The longer name ends as the shorter one does, but not with its first quotation mark.
+        // `prompt_token_ids` ends like `token_ids`, but without its first quotation mark.
         let begin = line.find(name)? + name.len();
         let end = begin + line[begin..].find(']')? + 1;
         line.replace_range(begin..end, "null");
@@ -129,7 +134,8 @@ fn as_first(line: &str) -> Option<String> {
 // === impl First ===
 
 impl First {
-    /// The request for the engine that goes on with `request`: its prompt has one token more than the other engine saves.
+    /// Returns the request for the decode engine: its prompt has one token more than the prefill engine
+    /// saves.
     pub(super) fn remaining_request(self, request: &Fields) -> Fields {
         let mut rest = requests::make_decode(request, requests::make_params(Some(self.ids.len() - 1)));
         rest.set_field("prompt", self.ids);
@@ -142,7 +148,7 @@ impl First {
 mod tests {
     use super::*;
 
-    /// As vLLM 0.32 writes it.
+    /// An answer of vLLM 0.32.
     const ANSWER: &str = concat!(
         r#"data: {"id":"cmpl-1","object":"text_completion","created":7,"model":"m","choices":[{"index":0,"text":" \"token_ids\":[é","logprobs":null,"finish_reason":"length","stop_reason":null,"prompt_token_ids":[5,6],"token_ids":[9]}],"system_fingerprint":"vllm-0.32"}"#,
         "\n\ndata: [DONE]\n\n"

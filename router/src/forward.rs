@@ -32,17 +32,17 @@ use super::prompt::{self, Prompt};
 use super::requests;
 use super::tls::TowardsEngines;
 
-/// A connection without work is used again for so long: vLLM closes it after 5 s, and what is sent just then is lost.
+/// Longest idle time of a connection: vLLM closes it after 5 s, and a request sent at that moment is lost.
 const IDLE_MAX: Duration = Duration::from_secs(3);
-/// The longest answer that is read whole: one token, and what it came with.
+/// The longest answer read as a whole: one token, and its parameters.
 const ANSWER_BYTES_MAX: usize = 64 << 20;
-/// The session of a request, as clients and other routers name it.
+/// The header with the session of a request, as clients and other routers send it.
 const SESSION: &str = "x-session-id";
-/// An answer states its id within so many bytes.
+/// The id of an answer is within its first bytes.
 const ID_WITHIN_BYTES: usize = 4096;
 /// Bodies of this type are streams of events.
 pub(super) const EVENTS: &str = "text/event-stream";
-/// Headers of one connection, which say nothing of the request. Lengths are written anew.
+/// Headers of one connection, without a meaning for the request. Lengths are written again.
 const OF_A_CONNECTION: [HeaderName; 7] =
     [CONNECTION, CONTENT_LENGTH, HOST, TE, TRAILER, TRANSFER_ENCODING, UPGRADE];
 
@@ -54,47 +54,48 @@ pub(super) struct RouteRequest {
     pub(super) target: RequestTarget,
     pub(super) headers: HeaderMap,
     pub(super) body: Payload,
-    /// By which engines are chosen.
+    /// The hashes that decide the request's engines.
     pub(super) trail: Arc<Trail>,
     pub(super) breaks: Arc<Breaks>,
     pub(super) noted: Arc<Noted>,
-    /// Its room in the memory for bodies, as long as there is a copy of it.
+    /// The request's room in the memory for bodies, held by each copy of it.
     pub(super) _room: Option<Arc<BodyRoom>>,
 }
 
-/// A request, and of a prompt that two engines may work on its fields, which then are all of its body.
+/// A request, and for a prompt to two engines its parsed body.
 pub(super) type Parsed = (RouteRequest, Option<PromptAsked>);
 
-/// A prompt that two engines may work on.
+/// A prompt for two engines: its fields are its whole body.
 #[derive(Debug)]
 pub(super) struct PromptAsked {
     pub(super) api: Api,
     pub(super) fields: Fields,
-    /// The request for the engine that computes it.
+    /// The request for the prefill engine.
     pub(super) prefill: Fields,
     pub(super) prompt: Prompt,
 }
 
-/// How many engines broke off on a request, whatever its body was.
+/// Count of engines that broke off on a request, with any body.
 #[derive(Debug, Default)]
 pub(super) struct Breaks(AtomicU32);
 
-/// An engine's answer once something of it is there.
+/// The beginning of an engine's answer.
 #[derive(Debug)]
 pub(super) struct OpenedAnswer {
     pub(super) answer: Response<Incoming>,
     pub(super) first_frames: VecDeque<Frame<Bytes>>,
-    /// Whether the engine has given the prompt up: by its status, or in a stream by an event before anything of an answer.
+    /// True if the engine has given the prompt up: by its status, or in a stream by an error event before any
+    /// part of an answer.
     pub(super) given_up: bool,
 }
 
 /// The body of an answer.
 pub(super) type Answer = UnsyncBoxBody<Bytes, hyper::Error>;
 
-/// Why an engine did not answer.
+/// The reason why an engine did not answer.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum ForwardError {
-    /// Nothing of the request has reached it.
+    /// The request has not reached the engine.
     #[error("it cannot be reached: {0}")]
     Unreachable(String),
     #[error("the connection ended before the answer: {0}")]
@@ -114,7 +115,7 @@ pub(super) struct Forwarder {
     client: Client<Connector, PayloadBody>,
 }
 
-/// A stream whose first event is there before the answer that goes on with it.
+/// A stream with its first event sent before the engine of the rest is asked.
 struct Continued {
     first: Option<Bytes>,
     asking: Option<Pin<Box<dyn Future<Output = Answer> + Send>>>,
@@ -124,7 +125,7 @@ struct Continued {
 // === impl RouteRequest ===
 
 impl RouteRequest {
-    /// The router's own question for a page of an engine.
+    /// The router's own request for a page of an engine.
     pub(super) fn page(path: &str, headers: HeaderMap) -> Self {
         let (method, path, target) = (Method::GET, path.into(), RequestTarget::One);
         let (body, trail, breaks, noted) =
@@ -132,7 +133,8 @@ impl RouteRequest {
         Self { method, path, target, headers, body, trail, breaks, noted, _room: None }
     }
 
-    /// Reads the body, without what the client says to connectors; else what the client is told.
+    /// Reads the body, and removes the client's own parameters for connectors. Fails with the text for the
+    /// client.
     pub(super) fn parse_body(mut self, body: Bytes) -> Result<Parsed, String> {
         let api = self.api();
         let no_json = |error| format!("the body is no JSON: {error}; send UTF-8, and no NaN or Infinity");
@@ -155,8 +157,8 @@ impl RouteRequest {
         Ok((self, Some(PromptAsked { api, fields, prefill, prompt })))
     }
 
-    /// The fields of a JSON object; `None` where the body is another value, or nothing that has to be JSON. An error, because engines read
-    /// more than JSON as JSON, and could find fields in it that must not reach them.
+    /// The fields of a JSON object; `None` for a body with another value, or not of JSON. Fails for malformed
+    /// JSON: engines read more than JSON as JSON, and could find fields in it that must not reach them.
     fn fields(&self, body: &Bytes, must_be_json: bool) -> serde_json::Result<Option<Fields>> {
         if !(must_be_json || may_be_json(&self.headers) && !body.is_empty()) {
             return Ok(None);
@@ -167,7 +169,7 @@ impl RouteRequest {
         serde_json::from_slice::<&RawValue>(body).map(|_| None)
     }
 
-    /// The API of a prompt that two engines may work on. Asked again, nothing changes but who answers.
+    /// The API of a prompt for two engines. Asking another engine for it again changes nothing.
     pub(super) fn api(&self) -> Option<Api> {
         match self.target {
             RequestTarget::Prompt(api) => Some(api),
@@ -184,7 +186,7 @@ impl RouteRequest {
 // === impl Breaks ===
 
 impl Breaks {
-    /// Counts an engine that did.
+    /// Counts an answer that broke off.
     pub(super) fn count_break<T>(&self, answer: &Result<T, ForwardError>) {
         self.0.fetch_add(matches!(answer, Err(ForwardError::Broken(_))).into(), Ordering::Relaxed);
     }
@@ -203,7 +205,8 @@ impl Forwarder {
         Self { to, client }
     }
 
-    /// Asks an engine; the answer's head. Dropping the future, or the answer, hangs up.
+    /// Sends a request to the engine, and returns the answer's head. Dropping the future, or the answer,
+    /// hangs up.
     async fn send_request(&self, asked: RouteRequest) -> Result<Response<Incoming>, ForwardError> {
         let mut request = Request::new(asked.body.body());
         let broken = |error: &dyn std::error::Error| ForwardError::Broken(error.to_string());
@@ -215,7 +218,7 @@ impl Forwarder {
             true => ForwardError::Unreachable(with_cause(&error)),
             false => broken(&error),
         })?;
-        // A client reaches no engine by its own address.
+        // A client reaches no engine by the engine's own address.
         let location = answer.headers().get(LOCATION).and_then(|location| location.to_str().ok());
         if let Some(path) = location.and_then(|location| self.to.path_of(location)) {
             answer.headers_mut().insert(LOCATION, path);
@@ -223,7 +226,7 @@ impl Forwarder {
         Ok(answer)
     }
 
-    /// Asks an engine, and waits until something of its answer can be passed.
+    /// Sends a request to the engine, and waits until a part of its answer can be passed on.
     pub(super) async fn open_answer(&self, asked: RouteRequest) -> Result<OpenedAnswer, ForwardError> {
         let mut answer = self.send_request(asked).await?;
         if answer.status() == StatusCode::INTERNAL_SERVER_ERROR {
@@ -237,7 +240,7 @@ impl Forwarder {
         Ok(OpenedAnswer { answer, first_frames: frames, given_up })
     }
 
-    /// Asks an engine, and reads all of its answer, whatever its status is.
+    /// Sends a request to the engine, and reads its whole answer, with any status.
     pub(super) async fn ask_any_status(&self, asked: RouteRequest) -> Result<Response<Bytes>, ForwardError> {
         let (mut head, body) = self.send_request(asked).await?.into_parts();
         let body = Limited::new(body, ANSWER_BYTES_MAX).collect().await;
@@ -246,7 +249,7 @@ impl Forwarder {
         Ok(Response::from_parts(head, body))
     }
 
-    /// Asks an engine, and reads all of its answer.
+    /// Sends a request to the engine, and reads its whole answer. Fails if its status is no success.
     pub(super) async fn ask_success(&self, asked: RouteRequest) -> Result<Response<Bytes>, ForwardError> {
         let answer = self.ask_any_status(asked).await?;
         if answer.status().is_success() { Ok(answer) } else { Err(ForwardError::Status(answer.status())) }
@@ -259,20 +262,20 @@ fn with_cause(error: &dyn std::error::Error) -> String {
     cause.map_or_else(|| error.to_string(), |cause| format!("{error}: {cause}"))
 }
 
-/// Whether an engine may read a body as JSON: `application/json`, or any type that ends so.
+/// Returns true if an engine may read a body as JSON: `application/json`, or any type with `json` in it.
 pub(super) fn may_be_json(headers: &HeaderMap) -> bool {
     let said = headers.get(CONTENT_TYPE).map_or(&b""[..], |value| value.as_bytes());
     said.to_ascii_lowercase().windows(4).any(|part| part == b"json")
 }
 
-/// Whether a body is of this type, whatever stands behind it: also bytes that are no letter.
+/// Returns true if the body's type begins with `wanted`, with any bytes behind it, also of no letter.
 pub(super) fn is_of(headers: &HeaderMap, wanted: &str) -> bool {
     let said = headers.get(CONTENT_TYPE).map(|value| value.as_bytes().trim_ascii_start());
     said.and_then(|said| said.get(..wanted.len()))
         .is_some_and(|said| said.eq_ignore_ascii_case(wanted.as_bytes()))
 }
 
-/// Removes what belongs to one connection, also what its `Connection` header names.
+/// Removes the headers of one connection, and those named by its `Connection` header.
 pub(super) fn remove_connection_headers(headers: &mut HeaderMap) {
     let named: Vec<HeaderName> = headers
         .get_all(CONNECTION)
@@ -294,7 +297,7 @@ impl OpenedAnswer {
         self.answer.status()
     }
 
-    /// The id of the response that the engine stores: the first one that its answer states.
+    /// The id of the response stored by the engine: the first id in its answer.
     pub(super) fn response_id(&self) -> Option<String> {
         let said =
             self.first_frames.iter().filter_map(Frame::data_ref).flatten().copied().take(ID_WITHIN_BYTES);
@@ -305,8 +308,8 @@ impl OpenedAnswer {
     }
 }
 
-/// A stream that begins with `first`, with the head of the answer that it is from. It goes on with the body of `rest`, which is asked for
-/// once that was sent. What is no stream is told as vLLM tells an error within one.
+/// A stream of the event `first` with this head, and behind it the body of `rest`, which is polled after
+/// `first` was sent. A `rest` without success becomes an error event, as vLLM writes it within a stream.
 pub(super) fn continue_stream(
     mut head: response::Parts,
     first: Bytes,

@@ -1,4 +1,4 @@
-//! What the router makes of bytes that others send, for fuzz targets.
+//! Fuzz targets' access to the router's parsing of clients' requests and engines' streams.
 
 use std::sync::Arc;
 
@@ -14,11 +14,12 @@ use super::first_frames;
 use super::forward::RouteRequest;
 use super::requests::PARAMS;
 
-/// The bodies for the two engines of a request with this path and body; `None` where it is refused, or goes on as it is.
+/// The bodies for the two engines of a request with this path and body; `None` if the request is refused, or
+/// goes to one engine.
 ///
 /// # Panics
 ///
-/// Where what the client says to connectors reaches an engine.
+/// If a client's own parameters for connectors reach an engine.
 pub fn read_request(path: &str, body: &[u8]) -> Option<[Value; 2]> {
     let headers: HeaderMap =
         [(CONTENT_TYPE, HeaderValue::from_static("application/json"))].into_iter().collect();
@@ -30,7 +31,7 @@ pub fn read_request(path: &str, body: &[u8]) -> Option<[Value; 2]> {
         RouteRequest { method, path, target, headers, body: payload, trail, breaks, noted, _room: None };
     let (_, prompt) = asked.parse_body(Bytes::copy_from_slice(body)).ok()?;
     let prompt = prompt?;
-    // What nests deeper than serde_json reads is JSON all the same.
+    // JSON of more levels than serde_json reads still goes to an engine.
     let read = |payload: Payload| serde_json::from_slice::<Value>(&payload.joined()).unwrap_or_default();
     let bodies = [read(prompt.prefill.payload()), read(prompt.fields.payload())];
     assert!(bodies[1].get(PARAMS).is_none(), "{}", bodies[1]);
@@ -38,11 +39,11 @@ pub fn read_request(path: &str, body: &[u8]) -> Option<[Value; 2]> {
     Some(bodies)
 }
 
-/// Whether a stream of events, in frames of so many bytes, begins with an error.
+/// Returns true if a stream of events, in frames of `frame_bytes`, begins with an error.
 ///
 /// # Panics
 ///
-/// Where what is held of the stream is not what it begins with.
+/// If the held frames and the rest are not the stream.
 pub fn judge_stream(stream: &[u8], frame_bytes: usize) -> bool {
     let frames: Vec<_> = stream.chunks(frame_bytes.max(1)).map(Bytes::copy_from_slice).collect();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime");

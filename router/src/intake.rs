@@ -1,4 +1,4 @@
-//! Bodies of requests, as they come in: how slowly they may, and how much memory they take, of one client and of all.
+//! Bodies of requests as they arrive: their lowest speed, and their memory, of one client and of all.
 
 use std::time::Duration;
 
@@ -14,14 +14,14 @@ use super::server::make_failure;
 
 /// The longest request: a million tokens as JSON, several times.
 pub(super) const REQUEST_BYTES_MAX: usize = 64 << 20;
-/// A client that sends nothing of its body for so long is not served, or less than this of it a second behind that time: the body holds a
-/// part of the memory for bodies.
+/// A client is refused after no byte of its body came for this long, or if it sends slower than
+/// `BYTES_PER_SECOND_MIN` behind that time: the body holds a part of the memory for bodies.
 const PART_TIME_MAX: Duration = Duration::from_secs(30);
 const BYTES_PER_SECOND_MIN: usize = 32 << 10;
-/// A body that says its length has room for so much of it at once.
+/// The first room for a body of a stated length, at most.
 const FIRST_BYTES_MAX: u64 = 1 << 20;
 
-/// Why there is no body.
+/// Reason of an unread body.
 #[derive(Debug, Eq, PartialEq)]
 pub(super) enum UnreadBody {
     Stalled,
@@ -32,8 +32,8 @@ pub(super) enum UnreadBody {
     ClientFull,
 }
 
-/// Reads all of a request's body. Something of it comes within each `PART_TIME_MAX`, and after the first one `BYTES_PER_SECOND_MIN` each
-/// second.
+/// Reads a request's whole body. A part must come within each `PART_TIME_MAX`, and after the first one
+/// `BYTES_PER_SECOND_MIN` each second.
 pub(super) async fn read_body<B>(body: B, mut room: BodyRoom) -> Result<(Bytes, BodyRoom), UnreadBody>
 where
     B: Body<Data = Bytes, Error: Into<Box<dyn std::error::Error + Send + Sync>>> + Unpin,
@@ -64,7 +64,7 @@ where
 // === impl UnreadBody ===
 
 impl UnreadBody {
-    /// The label of metrics; none where the client broke off, or sent more than a request may have.
+    /// The label of metrics; none if the client broke off, or sent more than a request may have.
     pub(super) fn label(&self) -> Option<&'static str> {
         match self {
             Self::Stalled => Some(SLOW),
@@ -74,12 +74,12 @@ impl UnreadBody {
         }
     }
 
-    /// Why there is no body, for the access log.
+    /// The reason, for the access log.
     pub(super) fn why(&self) -> &'static str {
         self.label().unwrap_or("the body cannot be read")
     }
 
-    /// What the client is told.
+    /// The answer to the client.
     pub(super) fn to_response(&self) -> Response<Answer> {
         let (status, text) = match self {
             Self::Stalled => {
@@ -125,7 +125,7 @@ mod tests {
 
     const CLIENT_OF_TESTS: IpAddr = IpAddr::V4(std::net::Ipv4Addr::LOCALHOST);
 
-    /// A body of `parts` parts, each of `bytes` bytes, of which one comes each second.
+    /// A body of `parts` parts of `bytes` bytes, one of them each second.
     struct Trickle {
         parts: u32,
         bytes: usize,
@@ -152,7 +152,7 @@ mod tests {
         }
     }
 
-    /// A runtime whose clock goes on to the next deadline at once.
+    /// A runtime with a clock that jumps to the next deadline at once.
     fn paused() -> tokio::runtime::Runtime {
         tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap()
     }

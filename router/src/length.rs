@@ -1,4 +1,4 @@
-//! How many tokens a prompt and its answer may have, which every engine that answers says of itself.
+//! The most tokens of a prompt and its answer, as each decode engine states it.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -13,20 +13,20 @@ use super::engines::RouteEngines;
 use super::forward::{ForwardError, RouteRequest};
 use super::watch;
 
-/// How long an engine that lives has to say it, and how long none is asked again.
+/// The longest wait for an engine's limit, and the pause before engines are asked again.
 const PAUSE: Duration = Duration::from_secs(10);
 
-/// The questions to engines that have not said their length lately.
+/// The requests to engines without a limit of lately.
 #[derive(Debug, Default)]
 pub(super) struct Lengths {
-    /// When engines are asked next.
+    /// Time of the next requests.
     next: Mutex<Option<Instant>>,
 }
 
 // === impl Lengths ===
 
 impl Lengths {
-    /// Has those engines asked that are up and have not said their length lately. No request waits for an answer.
+    /// Asks each engine that is up and stated no limit lately. No request waits for their answers.
     pub(super) fn ask_lengths(&self, engines: &RouteEngines, headers: &HeaderMap) {
         let now = Instant::now();
         let due = engines.lengths_due(now);
@@ -42,16 +42,16 @@ impl Lengths {
     }
 }
 
-/// Asks one engine. Where it was down, this is the request that tries it.
+/// Asks one engine. The request is the trial of an engine after its pause.
 async fn update_length(engine: Arc<RouteEngine>, headers: HeaderMap) {
     let _trial = engine.add_share(0, Instant::now());
     let answer = watch::ask_within(&engine, RouteRequest::page("/v1/models", headers), PAUSE).await;
     match answer {
-        // First tokens do not wait for an engine that is down.
+        // First tokens do not wait for an engine in this state.
         Err(ForwardError::Unreachable(_) | ForwardError::Broken(_) | ForwardError::Silent(_)) => {
             engine.set_down(Instant::now());
         }
-        // Its server lives. What it says of a length is no reason to ask it for no answers.
+        // The engine's server lives. Its answer about a limit does not decide if it gets prompts.
         _ => engine.set_up(),
     }
     let length = answer.map_err(|error| error.to_string());
@@ -67,7 +67,7 @@ async fn update_length(engine: Arc<RouteEngine>, headers: HeaderMap) {
     }
 }
 
-/// The length that an engine's list of models states; the least where it has several models.
+/// The limit in an engine's list of models; the least of several models.
 fn parse_length(models: &[u8]) -> Option<u64> {
     let models: Value = serde_json::from_slice(models).ok()?;
     let lengths = models["data"].as_array()?.iter().map(|model| model["max_model_len"].as_u64());
@@ -88,7 +88,7 @@ mod tests {
         for (answer, is_up) in [
             ("HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n", true),
             ("HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}", true),
-            // A proxy whose engine is gone takes the connection and ends it.
+            // A proxy without its engine accepts the connection and ends it.
             ("", false),
         ] {
             let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -103,7 +103,7 @@ mod tests {
             let engines = RouteEngines::new(EngineRole::Decode, None);
             engines.update(vec![address]);
             let engine = Arc::clone(&engines.all()[0]);
-            // Its pause is over: the question is its trial.
+            // The pause is over: the request is the engine's trial.
             engine.set_down(Instant::now() - Duration::from_secs(5));
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
             runtime.block_on(update_length(Arc::clone(&engine), HeaderMap::new()));

@@ -1,5 +1,6 @@
-//! `pillion route`: sends a prompt to one engine that computes it and to another that answers it. The KV goes from one to the
-//! other through their sidecars, by key: the router moves none, and knows no engine but by its address.
+//! `pillion route`: sends each prompt to a prefill engine, which computes it, and to a decode engine, which
+//! answers it. The KV goes from one to the other through their sidecars, by key: the router moves no KV, and
+//! knows an engine by its address alone.
 //!
 //! Job: serve clients ([`server`], [`access`], [`intake`]), read their requests ([`api`], [`body`], [`prompt`]), choose two engines
 //! ([`engines`], [`affinity`]), ask both ([`pairing`], [`requests`]) and pass on their answers ([`forward`], [`computing`], [`passing`]).
@@ -77,10 +78,10 @@ use self::tokens::TokenBytes;
 use sidecar::config::{IpPort, LogFormat, Severity, Size, Time};
 
 const REQUEST_ID: &str = "x-request-id";
-/// A longer body is read by a thread of its own: streams go on meanwhile.
+/// A thread of its own reads a longer body, so streams go on meanwhile.
 const LONG_BYTES: usize = 1 << 20;
 
-/// The log tells of refused requests no more often.
+/// Shortest time between two log lines about refused requests.
 const REFUSAL_PAUSE: Duration = Duration::from_secs(60);
 
 /// Options of `pillion route`.
@@ -88,8 +89,8 @@ const REFUSAL_PAUSE: Duration = Duration::from_secs(60);
 pub struct RouteOptions {
     /// An engine that computes prompts, http://HOST:PORT or https://HOST:PORT of its OpenAI server; repeat it for each
     ///
-    /// Each address of a host's name is a separate engine, as of a headless Service. Of a name with IPv4 and IPv6 addresses only those of
-    /// IPv4 count.
+    /// Each address of a host's name is a separate engine, as of a headless Service. A name with IPv4 and IPv6 addresses counts
+    /// by those of IPv4 alone.
     #[arg(
         long,
         env = "PILLION_PREFILL",
@@ -182,19 +183,20 @@ pub struct RouteOptions {
     pub log_format: LogFormat,
 }
 
-/// When the engine that answers is asked.
+/// The time at which the decode engine is asked.
 #[derive(Copy, Clone, Debug, Eq, PartialEq, ValueEnum)]
 pub enum AskOrder {
-    /// With the other one where it has nothing else to do, so that a prompt does not wait its turn; else, and a very long one, once it is
-    /// computed.
+    /// Together with the prefill engine if that has no other work, so that the prompt does not wait its turn;
+    /// otherwise, and for a very long prompt, after the prefill engine computed it.
     ByLoad,
-    /// Once the prompt is computed: it holds none of its memory for a prompt that waits its turn at the other engine.
+    /// After the prompt is computed: the decode engine holds no memory for a prompt that waits its turn at
+    /// the prefill engine.
     PrefillFirst,
-    /// With the other one: it waits while the other one works, for 30 s at most.
+    /// Together with the prefill engine: the decode engine waits meanwhile, for 30 s at most.
     AtOnce,
 }
 
-/// What clients are answered with.
+/// The state of one router.
 #[derive(Debug)]
 struct Router {
     prefill: RouteEngines,
@@ -206,9 +208,9 @@ struct Router {
     lengths: Lengths,
     token_bytes: TokenBytes,
     memory: Arc<BodyMemory>,
-    /// Long bodies are read one by one: of each a copy of its longest name may be made.
+    /// Long bodies are read one by one: the reader of a body may copy its longest name.
     long_bodies: Semaphore,
-    /// When the log last told of a body without room.
+    /// Time of the last log line about a body without room.
     refusal_logged: Mutex<Option<Instant>>,
     /// Set after SIGTERM.
     is_draining: AtomicBool,
@@ -319,7 +321,8 @@ impl Router {
         }
     }
 
-    /// What is no prompt: by the engine that has it, by all, or by any.
+    /// Answers a request without a prompt: by the engine with its stored response, by all engines, or by any
+    /// engine.
     async fn pass(&self, asked: RouteRequest) -> Response<Answer> {
         match asked.target {
             RequestTarget::Everywhere => {
@@ -338,7 +341,7 @@ impl Router {
         noted.notes().way = Some(way);
     }
 
-    /// Counts a request whose body was not taken.
+    /// Counts a request with an unread body.
     fn refused(&self, unread: &UnreadBody) {
         let Some(reason) = unread.label() else { return };
         self.counters.refused.with_label_values(&[reason]).inc();
@@ -375,7 +378,8 @@ impl Router {
         make_answer(status, "application/json", counts.to_string())
     }
 
-    /// Asks an engine that answers: its answer, and the engine where it gave the prompt up. `computing` lives as long as the answer is read.
+    /// Asks a decode engine. Returns its answer, and the engine if it gave the prompt up. `computing` lives
+    /// until the answer is read.
     async fn open_answer(
         &self,
         spared: Option<&RouteEngine>,
@@ -394,13 +398,14 @@ impl Router {
         }
     }
 
-    /// The answer of one engine, whatever it is.
+    /// Returns the answer of one decode engine, with any status.
     async fn answer_once(&self, asked: RouteRequest) -> Response<Answer> {
         self.open_answer(None, asked, None).await.0
     }
 
-    /// Asks the first engine that begins to answer, in the order for this beginning, which is that of the time when it is asked; what the
-    /// client is told where none does. A prompt may be what ends engines: where two broke off on it, another one is not asked.
+    /// Asks decode engines in the order of [`Engines::ranked`], until one begins to answer. Fails with the
+    /// answer for the client if no engine does. A prompt may be the cause of engines' ends: after two engines
+    /// broke off on it, no other engine is asked.
     async fn send_to_engine(
         &self,
         spared: Option<&RouteEngine>,
@@ -425,7 +430,7 @@ impl Router {
                 self.decode.note_prompt(&asked.trail, &engine, Instant::now());
             }
             let opened = engine.forwarder.open_answer(asked.clone());
-            // There is none after the last: it is waited for, since an engine that was stopped may go on.
+            // The last engine is waited for without a look at its health: a stopped engine may go on.
             let answer = match ranked.peek() {
                 Some(_) => watch::await_living(&engine, opened).await,
                 None => opened.await,
@@ -433,7 +438,7 @@ impl Router {
             asked.breaks.count_break(&answer);
             share.note_answer(code_of(answer.as_ref().map(OpenedAnswer::status)));
             let error = match answer {
-                // It is up, and has no room: vLLM's limits of its queue.
+                // The engine is up, and its queue is full: vLLM limits it.
                 Ok(opened)
                     if opened.status() == StatusCode::SERVICE_UNAVAILABLE && ranked.peek().is_some() =>
                 {
@@ -441,7 +446,7 @@ impl Router {
                     status = StatusCode::SERVICE_UNAVAILABLE;
                     ForwardError::Status(status)
                 }
-                // Another one stored it: nothing here knows which.
+                // Another engine may have stored the response: the router does not know which.
                 Ok(opened)
                     if matches!(asked.target, RequestTarget::Stored(_))
                         && opened.status() == StatusCode::NOT_FOUND
@@ -458,7 +463,7 @@ impl Router {
                     }
                     return Ok((opened, share));
                 }
-                // Nothing of an answer was sent, and of one that stands still none will be: it is hung up on.
+                // Nothing of an answer was sent to the client. The router hangs up on a hung engine.
                 Err(error) => {
                     if !matches!(error, ForwardError::Broken(_)) || asked.api().is_some() {
                         engine.set_down(Instant::now());

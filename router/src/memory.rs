@@ -26,7 +26,7 @@ pub(super) struct BodyRoom {
     bytes: usize,
 }
 
-/// Why there is no room for a body.
+/// The limit that leaves no room for a body.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(super) enum Full {
     All,

@@ -10,7 +10,7 @@ use tokio::time::timeout;
 
 use super::address::{EngineAddress, EngineUrl};
 
-/// Name servers have so long to answer. The names of one list are looked up at once.
+/// The longest wait for name servers. The names of one list are looked up at once.
 const LOOKUP_TIME_MAX: Duration = Duration::from_secs(5);
 
 /// The known addresses of one list of engines.

@@ -16,10 +16,10 @@ use super::forward::{Answer, EVENTS, OpenedAnswer, is_of, may_be_json, remove_co
 use super::server::make_failure;
 use super::usage::{self, Usage};
 
-/// An answer that is no stream is changed up to this length: one of 100,000 tokens with logprobs.
+/// The longest answer changed without a stream: one of 100,000 tokens with logprobs.
 const WHOLE_BYTES_MAX: u64 = 16 << 20;
 
-/// An engine's body, and what must live as long as it is read.
+/// An engine's body, and values kept until it is read.
 struct PassedBody {
     first_frames: VecDeque<Frame<Bytes>>,
     body: Incoming,
@@ -28,15 +28,15 @@ struct PassedBody {
     share: LoadShare,
 }
 
-/// The answer of an engine as the client gets it: as it comes, byte for byte but for the cached tokens of a prompt that another engine computed.
-/// `share` and `computing` are dropped when it ends or the client goes.
+/// Passes an engine's answer to the client: as it comes, byte for byte, except the cached tokens of a prompt
+/// computed by another engine. `seat` and `computing` are dropped when the answer ends or the client goes.
 pub(super) async fn pass_answer(
     opened: OpenedAnswer,
     share: LoadShare,
     computing: Option<Computing>,
 ) -> Response<Answer> {
     let (mut head, body) = opened.answer.into_parts();
-    // A length stays true: the body is the same.
+    // The length stays true if the body is not changed.
     let length = head.headers.get(CONTENT_LENGTH).cloned();
     remove_connection_headers(&mut head.headers);
     let computed = computing.as_ref().filter(|_| head.status.is_success());
@@ -69,7 +69,7 @@ pub(super) async fn pass_answer(
     Response::from_parts(head, body)
 }
 
-/// An answer with the cached tokens that the engine which computed states, if it states any.
+/// An answer with the cached tokens stated by the prefill engine, if it states any.
 async fn with_cached(
     answer: Bytes,
     cached: impl Future<Output = Option<u64>>,
@@ -118,7 +118,7 @@ impl Body for PassedBody {
 
 impl Drop for PassedBody {
     fn drop(&mut self) {
-        // The client has its whole answer: what the other engine does shows whether it works.
+        // The client has its whole answer: the prefill engine's further work shows if it is alive.
         if self.has_ended || self.is_end_stream() {
             self.computing.iter_mut().for_each(Computing::unpin);
             self.share.note_end();

@@ -1,4 +1,4 @@
-//! The fields of a request that decide its route. No I/O.
+//! The route of a request, by its fields. No I/O.
 
 use std::hash::Hasher;
 
@@ -9,19 +9,20 @@ use super::api::Api;
 use super::body::{Fields, each_element, each_entry, find_entry, text_bytes};
 use super::tokens::PromptSizes;
 
-/// A prompt that is no conversation has marks at multiples of so many bytes.
+/// Marks of a text or a list of token ids lie at multiples of this length.
 const BLOCK_BYTES: usize = 1024;
-/// The most marks of a prompt: of a conversation the first ones, with its system prompt, and the last ones.
+/// The most marks of a prompt. A conversation keeps the first ones, with its system prompt, and the last
+/// ones.
 const MARKS_FIRST: usize = 16;
 const MARKS_LAST: usize = 48;
-/// Parts of messages lie within parts no deeper than this: an image in the result of a tool.
+/// The most levels of parts within a message's parts: an image in the result of a tool.
 const DEPTH_MAX: u32 = 3;
 
-/// Fields of a message beside its content that become a part of the prompt. vLLM takes two names for one of them; an item of the
-/// Responses API has the last three.
+/// Fields of a message, beside its content, written into the prompt. vLLM takes two names for one of them; an
+/// item of the Responses API has the last three.
 const OF_MESSAGES: [&str; 6] =
     ["tool_calls", "reasoning", "reasoning_content", "arguments", "output", "summary"];
-/// Types of a content's parts that are text, or JSON that a template writes as text.
+/// Types of a content's parts with text, or with JSON written as text by a template.
 const TEXT_PARTS: [&str; 11] = [
     "text",
     "input_text",
@@ -35,47 +36,48 @@ const TEXT_PARTS: [&str; 11] = [
     "reasoning_text",
     "summary_text",
 ];
-/// What clients move from message to message, and no engine computes.
+/// A field moved by clients from message to message, and computed by no engine.
 const MARKER: &str = "cache_control";
 
-/// A prompt, as far as the choice of engines depends on it.
+/// The facts of a prompt that decide its engines.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) struct Prompt {
     sizes: PromptSizes,
     pub(super) trail: Trail,
-    /// Why one engine must do both parts, whatever the prompt's length.
+    /// The reason for one engine alone, with any length of the prompt; `None` without a reason.
     pub(super) whole: Option<Whole>,
-    /// Whether it is one text or list of token ids, and not empty.
+    /// True if the prompt is one text or list of token ids, and not empty.
     pub(super) is_one: bool,
 }
 
 sidecar::named! {
-    /// Why the engine that answers a prompt also computes it.
+    /// The reason why the decode engine computes a prompt too.
     pub(super) enum Whole {
         /// It has fewer tokens than `--min-remote-tokens`.
         Short = "short",
-        /// It has images, sounds or embeddings, whose keys are not its tokens'.
+        /// It has images, sounds or embeddings: their keys do not follow from its tokens.
         Media = "media",
-        /// vLLM computes such a prompt anew, whatever is kept of it.
+        /// vLLM computes such a prompt again, with any KV of it in a cache.
         PromptLogprobs = "prompt_logprobs",
-        /// vLLM makes other requests of it, to which it tells nothing of another engine.
+        /// vLLM makes other requests of it, and gives them no parameters of another engine.
         BeamSearch = "beam_search",
-        /// It goes on from a response that the engine which answers has stored, or is to be stored there before it is computed.
+        /// It continues a response stored by a decode engine, or that engine is to store it before its
+        /// computation.
         Stored = "stored",
-        /// No engine that computes prompts could be reached lately.
+        /// No prefill engine could be reached lately.
         NoPrefill = "no_prefill",
     }
 }
 
-/// A prompt while it is read. Nothing of it is kept but sums.
+/// The state of the reading of a prompt: sums and hashes alone.
 struct PromptReading {
-    /// Of all that was read.
+    /// Hash of all parts so far.
     digest: XxHash3_64,
-    /// Bytes that `digest` has read.
+    /// Bytes hashed by `digest`.
     digested: u64,
     ids: u64,
     text_bytes: u64,
-    /// How many texts and lists of token ids there were.
+    /// Count of texts and lists of token ids.
     pieces: u64,
     has_media: bool,
     marks: Vec<PromptMark>,
@@ -84,14 +86,14 @@ struct PromptReading {
 // === impl Prompt ===
 
 impl Prompt {
-    /// The prompt of a request. What vLLM would refuse may be read as anything.
+    /// Reads the prompt of a request. A request that vLLM refuses gets any result.
     pub(super) fn read_request(api: Api, request: &Fields) -> Self {
         let mut reading = PromptReading::new();
-        // What comes before all messages in a template, or parts the KV of equal prompts.
+        // Fields before all messages in a template, or with a part in the keys of a prompt's KV.
         for name in ["model", "cache_salt", "tools"] {
             reading.digest_field(name, request.get(name).unwrap_or_default());
         }
-        // What a template writes into the prompt beside texts counts as its JSON.
+        // Fields written into the prompt by a template count as their JSON.
         for name in ["tools", "documents"] {
             reading.count_json(request.get(name).unwrap_or("null"));
         }
@@ -108,7 +110,7 @@ impl Prompt {
             ["prompt_embeds", "features", "content_parts"].iter().any(|name| request.is_set(name));
         let sampling = request.get("sampling_params").unwrap_or("null");
         let prompt_logprobs = find_entry(sampling, "prompt_logprobs").is_some_and(|said| said != "null");
-        // An echo has logprobs of its own where the answer has any, and that of a chat always.
+        // An echo has logprobs of the prompt if the answer has any; the echo of a chat always has.
         let echo_logprobs = request.is_set("echo") && (request.is_set("logprobs") || api == Api::Chat);
         let whole = if reading.has_media {
             Some(Whole::Media)
@@ -130,13 +132,13 @@ impl Prompt {
         Self { sizes, trail, whole, is_one }
     }
 
-    /// What its tokens are counted by; of all its prompts.
+    /// Returns the sizes of all the request's prompts, for a count of their tokens.
     pub(super) fn sizes(&self) -> PromptSizes {
         self.sizes
     }
 }
 
-/// A hash of the user that a request names. Messages of Anthropic's form name one in their metadata.
+/// A hash of the user in a request. Messages of Anthropic's form have the user in their metadata.
 fn session(api: Api, request: &Fields) -> Option<u64> {
     let user = match api {
         Api::Messages => find_entry(request.get("metadata")?, "user_id"),
@@ -145,21 +147,21 @@ fn session(api: Api, request: &Fields) -> Option<u64> {
     Some(session_hash(string_content(user?)?))
 }
 
-/// What a JSON string has between its quotation marks, if it is one and has any.
+/// The text between the quotation marks of a JSON string; `None` for another value or an empty text.
 fn string_content(json: &str) -> Option<&str> {
     json.strip_prefix('"')?.strip_suffix('"').filter(|text| !text.is_empty())
 }
 
 /// A hash of a stored response's id.
 pub(super) fn response_hash(id: &str) -> u64 {
-    /// The id is not to be a session's name too.
+    /// The seed keeps ids of responses apart from names of sessions.
     const SEED: u64 = 0x5702_ed1d;
     XxHash3_64::oneshot_with_seed(SEED, id.as_bytes())
 }
 
 /// A hash of a session's name.
 pub(super) fn session_hash(name: &str) -> u64 {
-    /// The name is not to be a prompt's beginning too.
+    /// The seed keeps names of sessions apart from beginnings of prompts.
     const SEED: u64 = 0x5e55_1014;
     XxHash3_64::oneshot_with_seed(SEED, name.as_bytes())
 }
@@ -205,7 +207,7 @@ impl PromptReading {
         }
     }
 
-    /// Reads a text or token ids; returns false where it is neither.
+    /// Reads a text or token ids; returns false for another value.
     fn read_prompt(&mut self, json: &str) -> bool {
         let is_text = json.starts_with('"');
         let is_ids = json.starts_with('[') && !json.bytes().skip(1).any(|byte| b"[\"{".contains(&byte));
@@ -219,7 +221,7 @@ impl PromptReading {
             self.ids += json.bytes().filter(|byte| *byte == b',').count() as u64 + 1;
         }
         let bytes = &json.as_bytes()[1..json.len() - 1];
-        // A multiple of a longer stride is one of a shorter one: a prompt that has grown has marks of what it was.
+        // Strides are powers of two, so a prompt that has grown has marks of its shorter form.
         let blocks = bytes.len() / BLOCK_BYTES;
         let stride = blocks.div_ceil(MARKS_FIRST + MARKS_LAST).max(1).next_power_of_two();
         for block in bytes.chunks(stride * BLOCK_BYTES) {
@@ -251,7 +253,7 @@ impl PromptReading {
         }
     }
 
-    /// Reads a message; its role.
+    /// Reads a message, and returns its role.
     fn read_message<'a>(&mut self, json: &'a str) -> Option<&'a str> {
         let mut role = None;
         each_entry(json, |name, value| match name {
@@ -272,7 +274,7 @@ impl PromptReading {
         role
     }
 
-    /// Reads a text, or the parts that a content has. A client may write a text in either way from turn to turn.
+    /// Reads a text, or the parts of a content. A client may write a text in either way from turn to turn.
     fn read_content(&mut self, json: &str, depth: u32) {
         if json.starts_with('"') {
             self.count_text(json);
@@ -332,7 +334,7 @@ mod tests {
         read_as(if request["messages"].is_null() { Api::Completions } else { Api::Chat }, request)
     }
 
-    /// Tokens that are given as such, and four bytes of a text as one.
+    /// Token ids, and each four bytes of a text as one token.
     fn tokens(request: Value) -> u64 {
         let sizes = read(request).sizes();
         sizes.ids + sizes.text_bytes.div_ceil(4)

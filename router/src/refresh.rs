@@ -20,7 +20,7 @@ pub(super) struct Refresher {
     file: Option<PathBuf>,
     listed: EngineList,
     names: Names,
-    /// Errors of files, each of them told in the log.
+    /// The last errors of files, each of them in the log once.
     reported: Vec<String>,
 }
 

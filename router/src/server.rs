@@ -1,4 +1,4 @@
-//! The router as an HTTP server: its clients' connections, the bodies they send, and answers that are the router's own.
+//! The router as an HTTP server: the connections and bodies of its clients, and the router's own answers.
 
 use std::convert::Infallible;
 use std::hash::{BuildHasher, Hasher, RandomState};
@@ -37,20 +37,20 @@ use super::{REQUEST_ID, RouteOptions, Router, connector};
 use sidecar::clients::listener;
 use sidecar::pages::connections::{Admitted, Connections, run_until};
 
-/// A request line and headers come in one packet; who takes longer is not served.
+/// The longest time for a request's head, which comes in one packet: the router hangs up on a slower client.
 const HEADER_TIME_MAX: Duration = Duration::from_secs(30);
 /// The time of a new connection for its first request, once the router ends.
 const FIRST_REQUEST_TIME_MAX: Duration = Duration::from_secs(2);
-/// The most bytes of a request's head, and of a body that are read at once.
+/// The most bytes of a request's head, and of a body read at once.
 const BUFFER_BYTES: usize = 64 << 10;
-/// Descriptors that are no connections: the runtime's, the log, signals, lookups of names.
+/// Descriptors kept for the runtime, the log, signals and lookups of names.
 const OWN_DESCRIPTORS: usize = 64;
 /// The most clients at once: each takes some 10 KiB.
 const CLIENTS_MAX: usize = 65_536;
-/// The shortest interval of lookups, for the sake of name servers.
+/// The shortest interval of lookups, to spare name servers.
 const REFRESH_MS_MIN: u64 = 1000;
-/// A client that confirms nothing for so long, since its host vanished or it reads nothing, is hung up on. While a stream goes on there
-/// is always something to confirm, for which the kernel would wait 15 minutes.
+/// The router hangs up on a client that confirms no data for this long, since its host vanished or it reads
+/// nothing. A stream always has data to confirm, and the kernel alone would wait 15 minutes.
 const SILENCE_MAX: Duration = Duration::from_secs(60);
 
 /// Accepts clients.
@@ -70,15 +70,15 @@ struct ClientConnection {
 /// A request under way, until its answer is over.
 struct Busy(Arc<Admitted>);
 
-/// An answer's body, as long as which its request is under way.
+/// An answer's body; the request is under way until it is dropped.
 struct Answered {
     body: Answer,
     _busy: Busy,
     entry: Option<AccessEntry>,
 }
 
-/// Runs until `end` and for `--drain-time` after it, then until the last answer has ended, for `grace` at most. Each `reload` has files read
-/// and names looked up again.
+/// Serves clients until `end`, then for `--drain-time`, then until the last answer has ended, for `grace` at
+/// most. Each `reload` has files read and names looked up again.
 pub fn serve_router(
     options: RouteOptions,
     reload: Arc<Notify>,
@@ -140,18 +140,19 @@ fn give_id(headers: &mut HeaderMap) {
     }
 }
 
-/// How many clients may be connected where the process may have so many descriptors: each may need two engines.
+/// The most clients of a process with so many descriptors: each client may need two engines.
 fn clients_max(descriptors: Option<u64>) -> usize {
     let descriptors = usize::try_from(descriptors.unwrap_or(u64::MAX)).unwrap_or(usize::MAX);
     (descriptors.saturating_sub(OWN_DESCRIPTORS) / 3).clamp(1, CLIENTS_MAX)
 }
 
-/// A client whose host vanishes says nothing: the connections of this listener, which are as it is, end then.
+/// Ends connections of this listener to vanished hosts: such a host sends nothing. Connections inherit the
+/// options of their listener.
 fn keep_alive(listener: &TcpListener) -> std::io::Result<()> {
     sockopt::set_socket_keepalive(listener, true)?;
     sockopt::set_tcp_keepidle(listener, connector::KEEPALIVE_IDLE)?;
     sockopt::set_tcp_keepintvl(listener, connector::KEEPALIVE_INTERVAL)?;
-    // How long nothing is confirmed, also of probes: their number does not count then.
+    // The longest time without a confirmation, also of probes: with it the kernel does not count probes.
     Ok(sockopt::set_tcp_user_timeout(listener, SILENCE_MAX.as_millis() as u32)?)
 }
 
@@ -257,7 +258,7 @@ async fn converse<S: AsyncRead + AsyncWrite + Unpin>(
             Ok::<_, Infallible>(answer.map(|body| Answered { body, _busy: busy, entry }))
         }
     });
-    // A client that goes away early is its own business: its request is dropped here, and with it those to the engines.
+    // The request of a client that left early is dropped here, and with it the requests to its engines.
     let mut serving = pin!(
         http1::Builder::new()
             .timer(TokioTimer::new())
@@ -336,7 +337,7 @@ pub(super) fn make_answer(status: StatusCode, content: &'static str, text: Strin
     response
 }
 
-/// As vLLM's own server says that something is wrong.
+/// An error in the form of vLLM's own server.
 pub(super) fn make_failure(status: StatusCode, text: &str) -> Response<Answer> {
     let error = json!({ "error": { "message": text, "type": "pillion_route", "param": null, "code": status.as_u16() } });
     make_answer(status, "application/json", error.to_string())

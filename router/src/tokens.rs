@@ -1,29 +1,30 @@
-//! How many tokens a text has: the router has no tokenizer, and learns from what engines say of the prompts that they compute.
+//! The count of a text's tokens: the router has no tokenizer, and learns from the counts in answers of
+//! prefill engines.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
 
-/// Before an engine has said anything, a byte counts as a token: a prompt that is too short for two engines is then computed by two, which
-/// tells its tokens.
+/// Bytes of a token before any answer: a prompt too short for two engines then goes to two, and their answers
+/// tell its tokens.
 const FIRST_BYTES: f64 = 1.0;
-/// A tokenizer of other figures is not believed.
+/// Bounds of the bytes per token that an engine may state.
 const BYTES_MIN: f64 = 0.25;
 const BYTES_MAX: f64 = 16.0;
-/// What a new prompt counts of what is known.
+/// The weight of a new prompt in the mean.
 const SHARE: f64 = 0.2;
 /// The most models: adapters are models to clients.
 const MODELS_MAX: usize = 1024;
 
-/// Bytes of a text for each token, by model.
+/// Mean bytes of text per token, by model.
 #[derive(Debug, Default)]
 pub(super) struct TokenBytes(Mutex<HashMap<u64, f64>>);
 
-/// What the tokens of a prompt are counted by.
+/// The sizes of a prompt, for a count of its tokens.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(super) struct PromptSizes {
     /// A hash of the model's name.
     pub(super) model: u64,
-    /// Tokens that are given as such.
+    /// Token ids in the prompt.
     pub(super) ids: u64,
     pub(super) text_bytes: u64,
 }
@@ -31,14 +32,14 @@ pub(super) struct PromptSizes {
 // === impl TokenBytes ===
 
 impl TokenBytes {
-    /// Tokens of a prompt, as far as they are known.
+    /// Returns the expected tokens of a prompt.
     pub(super) fn tokens(&self, sizes: &PromptSizes) -> u64 {
         let known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let bytes = known.get(&sizes.model).copied().unwrap_or(FIRST_BYTES);
         sizes.ids + (sizes.text_bytes as f64 / bytes).ceil() as u64
     }
 
-    /// Learns from a prompt that an engine says to have so many tokens.
+    /// Learns from a prompt with the tokens that an engine states.
     pub(super) fn learn(&self, sizes: &PromptSizes, tokens: u64) {
         if sizes.ids > 0 || sizes.text_bytes == 0 || tokens == 0 {
             return;
@@ -78,7 +79,7 @@ mod tests {
         assert_eq!(known.tokens(&read("m", &text)), 100);
         assert_eq!(known.tokens(&read("bytes", &text)), 400);
         known.learn(&read("m", &text), 400);
-        assert_eq!(known.tokens(&read("m", &text)), 118, "one prompt is not all");
+        assert_eq!(known.tokens(&read("m", &text)), 118, "one prompt changes the mean by a fifth");
         known.learn(&read("m", &text), u64::MAX);
         assert!(known.tokens(&read("m", &text)) < 1000);
     }

@@ -1,17 +1,17 @@
-//! How many tokens of a prompt were cached, as answers state it. The engine that answers has all of a prompt from the other one, so what
-//! it states is that one's: the router writes it. No I/O.
+//! The count of a prompt's cached tokens in answers. The decode engine has a whole prompt from the prefill
+//! engine, so the router writes the prefill engine's count into its answer. No I/O.
 
 use super::body::find_entry;
 
-/// Where an answer, or an event of one, has its usage.
+/// The places of the usage in an answer, or in an event of a stream.
 const PLACES: [&[&str]; 3] = [&["usage"], &["response", "usage"], &["message", "usage"]];
 const DETAILS: [&str; 2] = ["prompt_tokens_details", "input_tokens_details"];
 const CACHED: &str = "cached_tokens";
-/// The names of Anthropic's form, where the input is without what was cached.
+/// The names of Anthropic's form: its input is without the cached tokens.
 const INPUT: &str = "input_tokens";
 const CACHE_READ: &str = "cache_read_input_tokens";
 
-/// What the engine that computed a prompt states.
+/// The counts stated by an engine.
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
 pub(super) struct Usage {
     pub(super) prompt_tokens: Option<u64>,
@@ -28,7 +28,8 @@ impl Usage {
         stated.map_or_else(Self::default, |json| Self::of_answer(json, None))
     }
 
-    /// That of an answer; `params` are its `kv_transfer_params`, which have the number also where usage has no details.
+    /// The usage of an answer; `params` are its `kv_transfer_params`, with the count even if the usage has no
+    /// details.
     pub(super) fn of_answer(answer: &str, params: Option<&str>) -> Self {
         let usage = find_usage(answer).unwrap_or("null");
         let read = number(usage, CACHE_READ);
@@ -40,7 +41,7 @@ impl Usage {
     }
 }
 
-/// An answer, or the JSON of an event, with this number of cached tokens; `None` where it states none.
+/// An answer, or the JSON of an event, with this count of cached tokens; `None` if it states no count.
 pub(super) fn with_cached(json: &str, cached: u64) -> Option<String> {
     let usage = find_usage(json)?;
     let mut edits = Vec::new();
@@ -56,14 +57,14 @@ pub(super) fn with_cached(json: &str, cached: u64) -> Option<String> {
         .into_iter()
         .map(|(text, number)| (text.as_ptr() as usize - begin, text.len(), number))
         .collect();
-    // The last one first, so that places stay true.
+    // From the last edit to the first: the places of earlier ones stay true.
     edits.sort_unstable_by(|one, other| other.cmp(one));
     let mut made = json.to_owned();
     edits.iter().for_each(|(at, len, number)| made.replace_range(*at..at + len, &number.to_string()));
     (!edits.is_empty()).then_some(made)
 }
 
-/// An event of a stream with this number of cached tokens; `None` where it states none.
+/// An event of a stream with this count of cached tokens; `None` if it states no count.
 pub(super) fn event_with_cached(event: &str, cached: u64) -> Option<String> {
     let mut is_changed = false;
     let lines = event.split_inclusive('\n').map(|line| {
@@ -76,7 +77,7 @@ pub(super) fn event_with_cached(event: &str, cached: u64) -> Option<String> {
     is_changed.then_some(made)
 }
 
-/// Whether bytes may state how many tokens were cached.
+/// Returns true if bytes may state a count of cached tokens.
 pub(super) fn states_cached(bytes: &[u8]) -> bool {
     let has = |name: &str| bytes.windows(name.len()).any(|part| part == name.as_bytes());
     has("\"usage\"") && (has(CACHED) || has(CACHE_READ))

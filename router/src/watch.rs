@@ -1,4 +1,4 @@
-//! Waiting for an engine's answer while it lives: an engine that stands still must not hold a request.
+//! Waits for an engine's answer while the engine lives: a hung engine must not hold a request.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,11 +11,11 @@ use super::engine::RouteEngine;
 use super::forward::{ForwardError, RouteRequest};
 use sidecar::pages::connections::run_until;
 
-/// How often an engine that has not answered yet is asked for a sign of life, and how long it may give none.
+/// The interval of looks at an engine without an answer yet, and its longest silence.
 const LOOK: Duration = Duration::from_secs(1);
 pub(super) const SILENCE_MAX: Duration = Duration::from_secs(5);
 
-/// The whole answer, if it comes before `limit` from an engine that lives.
+/// Sends a request, and returns the whole answer if it comes within `limit` from an engine that lives.
 pub(super) async fn ask_within(
     to: &RouteEngine,
     asked: RouteRequest,
@@ -25,7 +25,7 @@ pub(super) async fn ask_within(
     await_living(to, async { answer.await.unwrap_or(Err(ForwardError::Late(limit))) }).await
 }
 
-/// The output of `work`, if it comes from an engine whose server goes on answering `/health`.
+/// The output of `work`, if the engine's server goes on answering `/health` until then.
 pub(super) async fn await_living<T>(
     engine: &RouteEngine,
     work: impl Future<Output = Result<T, ForwardError>>,
@@ -33,7 +33,7 @@ pub(super) async fn await_living<T>(
     run_until(work, silence(engine)).await.unwrap_or(Err(ForwardError::Silent(SILENCE_MAX)))
 }
 
-/// Ends once the engine's server has not answered for too long, or could not be reached.
+/// Ends once the engine's server has not answered for [`SILENCE_MAX`].
 async fn silence(engine: &RouteEngine) {
     let mut seen = Instant::now();
     while seen.elapsed() < SILENCE_MAX {
@@ -44,7 +44,8 @@ async fn silence(engine: &RouteEngine) {
     }
 }
 
-/// Whether an engine is up that was late with a prompt: its server says so, and it was late with one alone.
+/// Sets an engine up after a late prompt if its server answers and no second prompt in a row was late;
+/// otherwise down.
 pub(super) async fn judge_engine(engine: Arc<RouteEngine>) {
     let seen = tokio::time::timeout(SILENCE_MAX, ask_health(&engine)).await;
     match seen {
@@ -53,7 +54,7 @@ pub(super) async fn judge_engine(engine: Arc<RouteEngine>) {
     }
 }
 
-/// When the engine's server last answered; it is asked where it did not lately.
+/// Returns the time of the last answer of the engine's server, after a new look if it is older than [`LOOK`].
 async fn ask_health(engine: &RouteEngine) -> Option<Instant> {
     let mut seen = engine.seen.lock().await;
     if seen.is_none_or(|at| at.elapsed() >= LOOK) {

@@ -1,8 +1,9 @@
-//! The SSD tier on one device: blocks written and read at a depth, and what is found again at start.
+//! The SSD tier on one device: blocks written and read at a depth, and blocks found again at start.
 //!
-//! `ssd PATH BYTES COMMAND...`, with commands `write:BLOCK_BYTES:COUNT:DEPTH:FIRST` for blocks FIRST and following, `read:...`
-//! for the same in random order, written in this life of the log or an earlier one, and `ask`, which probes for
-//! keys. Every read is verified by the tier. The last line is JSON. benches/ssd.py and benches/recover.py run it.
+//! `ssd PATH BYTES COMMAND...`, with commands `write:BLOCK_BYTES:COUNT:DEPTH:FIRST` for blocks FIRST and
+//! following, `read:...` for the same in random order, written in this life of the log or an earlier one, and
+//! `ask` for probes of keys. Every read is verified by the tier. The last line is JSON. benches/ssd.py and
+//! benches/recover.py run it.
 
 #![expect(clippy::print_stdout, reason = "a bench reports")]
 #![expect(clippy::disallowed_methods, reason = "a bench reads the clock and the environment")]
@@ -25,7 +26,7 @@ use tools::bench::tier::{BenchTier, TierLoad, Times, make_key};
 const POOL_BYTES: u64 = 256 << 20;
 const GIB: f64 = (1u64 << 30) as f64;
 
-/// What PILLION_SSD_IO names, else what the kernel allows.
+/// The backend named in PILLION_SSD_IO, or the one allowed by the kernel.
 fn wanted() -> Option<Backend> {
     let named = std::env::var("PILLION_SSD_IO").ok()?;
     Backend::ALL.into_iter().find(|backend| backend.name() == named)
@@ -70,7 +71,8 @@ fn rss_bytes() -> u64 {
     pages * 4096
 }
 
-/// Microseconds of a probe over 1,024 keys that are there, of those that `make_key` numbers from 0 on, and that are not; medians.
+/// Microseconds of a probe over 1,024 kept keys, numbered by `key` from 0 on, and over as many absent ones;
+/// medians.
 fn ask(log: &mut SegmentLog, blocks: u64) -> String {
     let mut random = Random(3);
     let mut probe = |base: u64, range: u64, hits: usize| {

@@ -1,9 +1,9 @@
-//! The Rust half of `benches/run mesh-tcp` and `mesh-rdma`: a node that serves blocks, or one that fetches them.
+//! The Rust half of `benches/run mesh-tcp` and `mesh-rdma`: a server of blocks, or a reader.
 //!
-//! `mesh_blocks certificates FOLDER` makes what TLS needs. `mesh_blocks serve BLOCKS BLOCK_BYTES STREAMS [FOLDER]` prints its
-//! address and serves until its standard input ends; STREAMS of TCP, or `NIC:QUEUE_PAIRS` of RDMA. `mesh_blocks fetch
-//! ADDRESS ...the same` takes a line at a time: `all` fetches every block and prints seconds, `one COUNT` fetches single
-//! blocks and prints the microseconds of each.
+//! `mesh_blocks certificates FOLDER` makes the files of TLS. `mesh_blocks serve BLOCKS BLOCK_BYTES STREAMS
+//! [FOLDER]` prints its address and serves until its standard input ends; STREAMS of TCP, or
+//! `NIC:QUEUE_PAIRS` of RDMA. `mesh_blocks fetch ADDRESS ...the same` takes a line at a time: `all` fetches
+//! every block and prints seconds, `one COUNT` fetches single blocks and prints the microseconds of each.
 
 #![expect(clippy::print_stdout, reason = "it reports")]
 
@@ -49,7 +49,7 @@ fn security(words: &[&str]) -> Security {
     })
 }
 
-/// A transport, where it serves, and what it tells.
+/// A transport, its address, and its events.
 type Started = (Arc<dyn Transport>, SocketAddr, Receiver<TransportEvent>);
 
 fn start(name: &str, words: &[&str], memory: &NodeMemory) -> Started {
@@ -66,7 +66,7 @@ fn start(name: &str, words: &[&str], memory: &NodeMemory) -> Started {
         return (Arc::new(tcp), address, ups);
     };
     let qps_per_peer = queue_pairs.parse().expect("a number");
-    // An emulated NIC may take long.
+    // An emulated NIC may be slow.
     let limits = TcpLimits { first_byte: DEADLINE, progress: DEADLINE, ..TcpLimits::default() };
     let config = tcp::TcpConfig { limits, ..config };
     let config =
@@ -84,7 +84,7 @@ fn serve(words: &[&str]) {
     let (transport, address, ups) = start("owner", words, &memory);
     transport.add_peer(PEER, node::make_peer("reader", address));
     println!("{address}");
-    // What decides, on a thread of its own as in a sidecar.
+    // The decisions are made on a thread of their own, as in a sidecar.
     std::thread::spawn(move || node::serve_blocks(&*transport, &ups, &memory));
     std::io::stdin().lines().for_each(drop);
 }

@@ -1,6 +1,6 @@
-//! `pillion bench`: what this machine gives at most, and how near Pillion comes to it.
+//! `pillion bench`: the limits of this machine, and how near Pillion comes to them.
 //!
-//! A limit and Pillion's own figure are measured in turns, with the same sizes and as many at a time.
+//! A limit and Pillion's own figure are measured in turns, with the same sizes and concurrency.
 
 pub mod copy;
 pub mod disk;
@@ -20,7 +20,7 @@ use shm_protocol::random::Random;
 use shm_protocol::region::{Access, Region};
 use thiserror::Error;
 
-/// Times that each figure is measured; the median counts.
+/// Count of measurements of each figure; the median counts.
 const ROUNDS: usize = 3;
 const GIB: f64 = (1u64 << 30) as f64;
 
@@ -34,7 +34,7 @@ pub struct BenchOptions {
     pub what: What,
 }
 
-/// What is measured, each with options of its own.
+/// The subject of a benchmark, with its own options.
 #[derive(Clone, Debug, Subcommand)]
 pub enum What {
     /// Measure a disk: direct I/O alone, and blocks through the SSD tier. Nothing stays on the disk.
@@ -47,7 +47,7 @@ pub enum What {
     Peer(peer::PeerOptions),
 }
 
-/// A benchmark that was not run to its end.
+/// A benchmark that did not end well.
 #[derive(Debug, Error)]
 pub enum BenchError {
     #[error(transparent)]
@@ -60,7 +60,7 @@ pub enum BenchError {
     Failed { what: &'static str, problem: String },
 }
 
-/// Figures by name, in the order in which they are shown.
+/// Figures by name, in the order of the output.
 #[derive(Debug)]
 pub struct BenchFigures(Vec<(String, Value)>);
 
@@ -87,7 +87,8 @@ impl BenchFigures {
         self.0.push((name.into(), value.into()));
     }
 
-    /// The medians of a limit and of Pillion's own, in GiB/s, and the second as a part of the first.
+    /// Adds the medians of a limit and of Pillion's own figure, in GiB/s, and the ratio of the second to the
+    /// first.
     fn compare(&mut self, name: &str, limit: (&str, &mut [f64]), own: (&str, &mut [f64])) {
         let (most, reached) = (median(limit.1), median(own.1));
         self.add_figure(format!("{}_{name}_gib_s", limit.0), rounded(most));
@@ -113,7 +114,7 @@ fn rounded(value: f64) -> Value {
     json!((value * 1e3).round() / 1e3)
 }
 
-/// The value that so large a part of the others does not exceed.
+/// The quantile `part` of the values.
 fn part(values: &mut [f64], part: f64) -> f64 {
     values.sort_by(f64::total_cmp);
     let last = values.len().saturating_sub(1) as f64;
@@ -124,7 +125,7 @@ fn median(values: &mut [f64]) -> f64 {
     part(values, 0.5)
 }
 
-/// Memory as the pool's is, with other bytes in each word.
+/// Memory like the pool's, with other bytes in each word.
 fn memory(bytes: u64) -> Result<(std::os::fd::OwnedFd, Arc<Region>), BenchError> {
     let mapped = || {
         let fd = rustix::fs::memfd_create("pillion-bench", MemfdFlags::CLOEXEC)?;
@@ -140,7 +141,7 @@ fn memory(bytes: u64) -> Result<(std::os::fd::OwnedFd, Arc<Region>), BenchError>
     Ok((fd, region))
 }
 
-/// Runs it; what is to be printed at its end. `say` prints what must be told before.
+/// Runs a benchmark, and returns the text for its end. `say` prints text before that.
 pub fn run_bench(options: &BenchOptions, say: impl Fn(&str)) -> Result<String, BenchError> {
     let figures = match &options.what {
         What::Disk(options) => disk::measure_disk(options)?,

@@ -12,7 +12,7 @@ const PACKED: &str = "/usr/share/pillion/python";
 /// Options of `pillion connector`.
 #[derive(Args, Debug)]
 pub struct ConnectorOptions {
-    /// Folder that the connector is copied into
+    /// Folder to copy the connector into
     #[arg(long, value_name = "FOLDER")]
     pub into: PathBuf,
     /// Folder of the unpacked wheel
@@ -20,7 +20,7 @@ pub struct ConnectorOptions {
     pub from: PathBuf,
 }
 
-/// Copies the connector; the answer names the folder.
+/// Copies the connector, and returns a text with the folder.
 pub fn copy_connector(options: &ConnectorOptions) -> anyhow::Result<String> {
     let ConnectorOptions { from, into } = options;
     if !from.join("pillion").is_dir() {
@@ -33,7 +33,7 @@ pub fn copy_connector(options: &ConnectorOptions) -> anyhow::Result<String> {
     Ok(format!("the connector is in {}: put it on the engine's PYTHONPATH", into.display()))
 }
 
-/// Copies a folder's files. A file takes its place whole: an engine may have an older one mapped.
+/// Copies a folder's files. Each file is replaced as a whole: an engine may have an older one mapped.
 fn copy_folder(from: &Path, into: &Path) -> anyhow::Result<()> {
     fs::create_dir_all(into).with_context(|| format!("cannot make {}", into.display()))?;
     for entry in fs::read_dir(from).with_context(|| format!("cannot read {}", from.display()))? {

@@ -1,4 +1,5 @@
-//! `pillion ctl`: asks a running sidecar over its control socket, or its control address, and prints what it answers.
+//! `pillion ctl`: sends a request to a running sidecar over its control socket or address, and prints the
+//! answer.
 
 mod client;
 
@@ -11,7 +12,7 @@ use serde_json::{Value, json};
 pub use self::client::{ControlTarget, CtlError, FROZEN, send_request};
 use sidecar::config::{self, Severity, default_control_socket, default_socket};
 
-/// Bytes of the longest list of keys that is read from standard input: more than the sidecar takes.
+/// Most bytes of a list of keys on standard input: more than the sidecar accepts.
 const INPUT_BYTES_MAX: u64 = 1 << 20;
 
 /// Options of `pillion ctl`.
@@ -20,7 +21,7 @@ pub struct CtlOptions {
     /// The sidecar's control socket [default: as pillion serve]
     #[arg(long, global = true, env = "PILLION_CONTROL_SOCKET", value_name = "PATH")]
     pub control_socket: Option<PathBuf>,
-    /// The sidecar's --socket, beside which its control socket is looked for unless --control-socket is given
+    /// The sidecar's --socket; its control socket lies beside it unless --control-socket is given
     #[arg(long, global = true, env = "PILLION_SOCKET", value_name = "PATH")]
     pub socket: Option<PathBuf>,
     /// The sidecar's --control-listen address, used instead of the socket; requires --token-file
@@ -33,13 +34,13 @@ pub struct CtlOptions {
     pub ask: CtlRequest,
 }
 
-/// What is asked of a sidecar, or told it.
+/// A request to a sidecar.
 #[derive(Clone, Debug, Subcommand)]
 pub enum CtlRequest {
-    /// Print what the sidecar knows of its namespaces: facts, engines, and the number of blocks in memory, on disks
-    /// and at peers.
+    /// Print the namespaces of the sidecar: facts, engines, and the number of blocks in memory, on disks and
+    /// at peers.
     Namespaces {
-        /// Print only the entry of this namespace, in the form that pillion doctor takes.
+        /// Print only the entry of this namespace, in the form for pillion doctor.
         namespace: Option<String>,
     },
     /// Print where blocks are: in memory, on a disk, at peers.
@@ -54,7 +55,7 @@ pub enum CtlRequest {
         /// The namespace, 32 hex digits.
         namespace: String,
     },
-    /// Print the level of the least severe messages that are logged, or change it until the sidecar ends.
+    /// Print the level of the least severe logged messages, or change it until the sidecar ends.
     LogLevel {
         /// The new level. Without it the present level is printed.
         #[arg(value_name = "error|warn|info|debug")]
@@ -64,7 +65,7 @@ pub enum CtlRequest {
     Drain,
 }
 
-/// Asks, and returns what is to be printed.
+/// Sends the request, and returns the text to print.
 pub fn ask_sidecar(options: &CtlOptions) -> Result<String, CtlError> {
     let target = options.target()?;
     let post = |path, body: &Value| send_request(&target, "POST", path, &body.to_string());
@@ -93,7 +94,7 @@ fn entry(page: &str, wanted: &str) -> Result<String, CtlError> {
     Ok(serde_json::to_string_pretty(found).expect("it was JSON") + "\n")
 }
 
-/// Keys apart by white space.
+/// Reads keys separated by white space.
 fn read_keys(from: impl Read) -> Result<Vec<String>, CtlError> {
     let mut text = String::new();
     from.take(INPUT_BYTES_MAX).read_to_string(&mut text).map_err(CtlError::Input)?;

@@ -1,4 +1,4 @@
-//! `pillion doctor`: what is wrong with this host, or with a pair of engines that should share, and how to change it.
+//! `pillion doctor`: faults of this host, or of a pair of engines meant to share, each with its remedy.
 
 mod control;
 mod disk;
@@ -18,7 +18,7 @@ use thiserror::Error;
 pub(crate) use self::host::{explain_unreached, send_probe};
 use sidecar::config;
 
-/// Bytes of the largest configuration that is read: the facts of one record, and room.
+/// Most bytes of a configuration: the facts of one record, and room.
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
 /// Options of `pillion doctor`.
@@ -51,11 +51,11 @@ pub struct DoctorOptions {
     pub mesh: config::MeshOptions,
 }
 
-/// How bad it is.
+/// The severity of a finding.
 #[derive(Copy, Clone, Debug, Eq, Ord, PartialEq, PartialOrd, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FindingLevel {
-    /// As it should be, or of no harm.
+    /// No harm.
     Ok,
     /// Some engines or features are not served.
     Warn,
@@ -63,32 +63,32 @@ pub enum FindingLevel {
     Fail,
 }
 
-/// One thing that was looked at.
+/// The result of one check.
 #[derive(Clone, Debug, Eq, PartialEq, Serialize)]
 pub struct Finding {
-    /// What was looked at, in one word.
+    /// The name of the check, in one word.
     pub check: String,
-    /// How bad it is.
+    /// The severity.
     pub level: FindingLevel,
     pub text: String,
-    /// What to change, where something should be.
+    /// The change to make, if one is needed.
     pub remedy: Option<String>,
 }
 
-/// What was asked for cannot be looked at; the text names the remedy.
+/// A check that is not possible; the text names the remedy.
 #[derive(Debug, Error)]
 pub enum DoctorError {
-    /// A file that cannot be read.
+    /// An unreadable file.
     #[error("cannot read {path}: {source}")]
     Unreadable { path: PathBuf, source: std::io::Error },
-    /// A file that is no configuration.
+    /// A file without a namespace entry.
     #[error(
         "{path} is not a namespace entry ({text}): pass one as pillion ctl namespaces NAMESPACE prints it"
     )]
     Malformed { path: PathBuf, text: String },
 }
 
-/// Looks at what the options name.
+/// Runs the checks of the options.
 pub fn examine_node(options: &DoctorOptions) -> Result<Vec<Finding>, DoctorError> {
     if let [one, other] = options.pair.as_slice() {
         return Ok(pair::compare_engines(
@@ -128,7 +128,7 @@ pub fn report_findings(findings: &[Finding], json: bool) -> String {
     report
 }
 
-/// Whether nothing must be changed.
+/// Returns true if nothing must be changed.
 pub fn findings_pass(findings: &[Finding]) -> bool {
     findings.iter().all(|finding| finding.level < FindingLevel::Fail)
 }

@@ -1,4 +1,4 @@
-//! `pillion facts`: what an engine must state to share with others, as far as the files of its model tell.
+//! `pillion facts`: the facts of an engine, as far as the files of its model have them.
 
 use std::fmt::Write;
 use std::io;
@@ -6,10 +6,10 @@ use std::path::PathBuf;
 
 use shm_protocol::{namespace, weight_files};
 
-/// The fact that files tell.
+/// The fact that files have.
 const WEIGHTS: &str = "weights";
 
-/// Where the model is whose facts are asked for.
+/// The folder of the model.
 #[derive(clap::Args, Debug)]
 pub struct FactsOptions {
     /// Folder of the model's safetensors files.
@@ -17,7 +17,8 @@ pub struct FactsOptions {
     weights: PathBuf,
 }
 
-/// Lines of `name=value` for what is known, and behind `#` every other fact with what makes two engines agree on it.
+/// Lines of `name=value` for known facts, and behind `#` every other fact, with the rule for two engines to
+/// agree on it.
 pub fn report_facts(options: &FactsOptions) -> io::Result<String> {
     let shown = options.weights.display();
     let told = |error: io::Error| {

@@ -93,7 +93,7 @@ pub struct InjectOptions {
     pub serve: Vec<String>,
 }
 
-/// Who writes loaded blocks into a GPU.
+/// The writer of loaded blocks into a GPU.
 #[derive(Copy, Clone, Debug, Eq, PartialEq, ValueEnum)]
 pub enum CopySide {
     Engine,
@@ -151,7 +151,7 @@ pub struct Output {
     pub notes: Vec<String>,
     /// The number of refused objects.
     pub refused: usize,
-    /// Whether any pod has an engine, or with --remove a sidecar.
+    /// True if any pod has an engine, or with --remove a sidecar.
     pub found: bool,
 }
 
@@ -159,7 +159,7 @@ pub struct Output {
 #[derive(Default, Deserialize, Serialize)]
 struct ObjectRecords {
     pods: BTreeMap<String, PodRecord>,
-    /// The object's annotations, where they were there without any.
+    /// The object's annotations before, if the field was there without any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     annotations: Option<Before>,
 }
@@ -172,7 +172,7 @@ impl InjectOptions {
         self.dram.expect("it is required where something is put in")
     }
 
-    /// Whether an init container brings the connector into an image without it.
+    /// Returns true if an init container brings the connector into an image without it.
     fn brings_connector(&self) -> bool {
         self.engine_image.is_none() && !self.wheel_installed
     }
@@ -181,7 +181,7 @@ impl InjectOptions {
 // === impl KvRole ===
 
 impl KvRole {
-    /// As vLLM names it.
+    /// vLLM's name of the role.
     fn name(self) -> &'static str {
         match self {
             Self::KvBoth => "kv_both",
@@ -307,7 +307,7 @@ fn checked(options: &InjectOptions) -> Result<(), InjectError> {
     parsed.map(drop).map_err(|error| InjectError::Serve(error.to_string()))
 }
 
-/// What a pod with a sidecar needs beside it, and this program does not write.
+/// The parts that a pod with a sidecar needs beside it, and that are left to the owner.
 fn not_added(options: &InjectOptions) -> &'static str {
     if options.peer.is_empty() {
         "no NetworkPolicy was written, so port 9440 is open to all that reach a pod: admit only Prometheus there, as \
@@ -318,7 +318,7 @@ fn not_added(options: &InjectOptions) -> &'static str {
     }
 }
 
-/// A document with its objects changed: it is one, or a list of them.
+/// A document with its objects changed: it is one object, or a list of them.
 fn document(root: &Node, options: &InjectOptions, output: &mut Output) -> Node {
     let mut changed = root.clone();
     let is_list = root.text_at(&["kind"]).is_some_and(|kind| kind.ends_with("List"));
@@ -333,7 +333,7 @@ fn document(root: &Node, options: &InjectOptions, output: &mut Output) -> Node {
     changed
 }
 
-/// An object with its pods changed; as it was where it is refused.
+/// An object with its pods changed; unchanged if it is refused.
 fn object(before: &Node, options: &InjectOptions, output: &mut Output) -> Node {
     let label = label(before);
     let mut notes = Vec::new();
@@ -427,7 +427,7 @@ fn verified(bare: &Node, after: &Node) -> Result<(), String> {
         .to_owned())
 }
 
-/// An object without its sidecars; none where it has none.
+/// An object without its sidecars; none if it has none.
 fn removed(object: &Node) -> Result<Option<Node>, String> {
     let Some(text) = object.text_at(&["metadata", "annotations", INJECTED]) else { return Ok(None) };
     let records: ObjectRecords = serde_json::from_str(text).map_err(|error| {
@@ -515,7 +515,7 @@ fn below<'a>(node: &'a mut Node, path: &[String]) -> Option<&'a mut Node> {
     })
 }
 
-/// Whether something holds for a value or one within it.
+/// Returns true if `is_meant` holds for a value or one within it.
 fn any(node: &Node, is_meant: &impl Fn(&Node) -> bool) -> bool {
     is_meant(node)
         || match node {

@@ -1,4 +1,4 @@
-//! `pillion keys`: a question a line, an answer a line, for who has no vLLM at hand to hash with.
+//! `pillion keys`: derives the keys of a request a line, without a vLLM for the hashes.
 
 use std::io::{self, BufRead, Write};
 
@@ -12,7 +12,7 @@ enum KeysAnswer {
     Refused { error: String },
 }
 
-/// Answers every line until the end of the input. A question that has no answer is answered by its reason.
+/// Answers every line until the end of the input, a wrong one by the reason.
 pub fn answer_questions(mut questions: impl BufRead, mut answers: impl Write) -> io::Result<()> {
     let mut line = Vec::new();
     while questions.read_until(b'\n', &mut line)? > 0 {
@@ -22,7 +22,7 @@ pub fn answer_questions(mut questions: impl BufRead, mut answers: impl Write) ->
     answers.flush()
 }
 
-/// The answer to one question, without a line end.
+/// The answer to one line, without a line end.
 pub fn answer_question(line: &[u8]) -> String {
     let derived = serde_json::from_slice(line)
         .map_err(|error| error.to_string())

@@ -1,21 +1,21 @@
-//! What the commands take, as clap knows it: docs/options.md is made of this (scripts/options).
+//! The commands and options of clap, for docs/options.md (scripts/options).
 
 use std::collections::BTreeSet;
 
 use clap::{Arg, Command};
 use serde_json::{Value, json};
 
-/// clap's group of the options that the configuration file has in a table, and that table.
+/// clap's group of the options in a table of the configuration file, and that table.
 const TABLE: (&str, &str) = ("MeshOptions", "mesh.");
 
-/// The commands and options that --help shows, in its order; a command of a command goes behind it, as `ctl evict`.
+/// The commands and options in --help, in its order; a command of a command goes behind it, as `ctl evict`.
 pub fn list_commands(program: &Command) -> Vec<Value> {
     let shown =
         program.get_subcommands().filter(|command| !command.is_hide_set() && command.get_name() != "help");
     shown.flat_map(|command| below(command, command.get_name())).collect()
 }
 
-/// The variables of the environment that options of any command have.
+/// The environment variables of all options of any command.
 pub fn list_variables(program: &Command) -> BTreeSet<String> {
     let own =
         program.get_arguments().filter_map(Arg::get_env).map(|name| name.to_string_lossy().into_owned());
@@ -54,7 +54,8 @@ fn described(command: &Command, option: &Arg) -> Value {
     })
 }
 
-/// The option's key in the file of --config, which `serve` alone has. What is in the file has a variable, too.
+/// The option's key in the file of --config; only `serve` has one. Every option in the file has a variable,
+/// too.
 fn file_key(command: &Command, option: &Arg) -> Option<String> {
     if command.get_name() != "serve" || option.get_env().is_none() {
         return None;

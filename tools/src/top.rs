@@ -1,4 +1,5 @@
-//! `pillion top`: the tables of [`sidecar::pages::overview`] on a terminal, read from a sidecar's `/metrics` again and again.
+//! `pillion top`: the tables of [`sidecar::pages::overview`] on a terminal, read from a sidecar's `/metrics`
+//! at each interval.
 
 use std::io::IsTerminal;
 use std::net::SocketAddr;
@@ -40,13 +41,13 @@ pub struct TopOptions {
     pub once: bool,
 }
 
-/// What was read, and when.
+/// The samples of one reading, and its time.
 struct Look {
     at: Instant,
     samples: Samples,
 }
 
-/// Shows the tables until a key ends it, or prints them once.
+/// Shows the tables until a key ends the program, or prints them once.
 pub fn show_tables(options: &TopOptions, print: impl FnOnce(&str)) -> anyhow::Result<()> {
     let first = scrape_sidecar(options.http.0)?;
     if options.once || !std::io::stdout().is_terminal() {
@@ -74,7 +75,7 @@ pub fn show_tables(options: &TopOptions, print: impl FnOnce(&str)) -> anyhow::Re
     })
 }
 
-/// Looks again and again, on a thread of its own: a sidecar that does not answer keeps no key waiting.
+/// Reads again and again, on a thread of its own: keys work while a sidecar does not answer.
 fn look_every(http: SocketAddr, every: Duration) -> mpsc::Receiver<Result<Look, CtlError>> {
     let (sender, looks) = mpsc::sync_channel(1);
     thread::spawn(move || {
@@ -98,7 +99,7 @@ fn scrape_sidecar(http: SocketAddr) -> Result<Look, CtlError> {
     Ok(Look { at: now(), samples: Samples::parse_text(&page) })
 }
 
-/// Whether the user ends it, within the time between two pictures.
+/// Waits until the next picture. Returns true if the user ends the program.
 fn has_seen_enough() -> std::io::Result<bool> {
     let until = now() + PICTURE;
     while event::poll(until.saturating_duration_since(now()))? {

@@ -1,5 +1,6 @@
-//! `pillion inject` on manifests as people have them: tests/inject/NAME.yaml becomes tests/inject/NAME.injected.yaml.
-//! `PILLION_WRITE_INJECTED=1` writes the latter again, to be read before they are committed.
+//! `pillion inject` on manifests as users write them: tests/inject/NAME.yaml becomes
+//! tests/inject/NAME.injected.yaml. `PILLION_WRITE_INJECTED=1` writes the latter again, for a review before
+//! the commit.
 
 use std::path::{Path, PathBuf};
 
@@ -40,14 +41,14 @@ fn output(source: &str, more: &[&str]) -> Result<Output, String> {
     inject::inject_manifests(source, &options(more)?).map_err(|error| error.to_string())
 }
 
-/// The manifests with sidecars; what was refused otherwise.
+/// The manifests with sidecars, or the error.
 fn injected(source: &str, more: &[&str]) -> Result<String, String> {
     let done = output(source, more)?;
     match done.refused {
         0 if done.found => Ok(done.text),
         0 => Err("no engine".to_owned()),
         _ => {
-            assert_eq!(done.text, source, "what is refused stays as it is");
+            assert_eq!(done.text, source, "a refused object stays unchanged");
             Err(done.notes.join("\n"))
         }
     }
@@ -79,14 +80,14 @@ fn a_second_run_changes_what_differs_and_a_removal_gives_back_what_was() {
         let removed = injected(&once, &["--remove"]).unwrap();
         assert!(!removed.contains("pillion"), "{name}: {removed}");
         assert_eq!(injected(&removed, more).unwrap(), once, "{name}: it comes back");
-        // In place: as if the manifest had been new.
+        // Changed in place, the same as from the bare manifest.
         if let Ok(changed) = injected(&once, &["--cpu=7"]) {
             assert_eq!(changed, injected(&source, &["--cpu=7"]).unwrap(), "{name}");
         }
     }
 }
 
-/// A Deployment whose pod has these lines.
+/// A Deployment with these lines in its pod.
 fn deployment(pod: &str) -> String {
     let pod: String = pod.lines().map(|line| format!("      {line}\n")).collect();
     format!("kind: Deployment\nmetadata:\n  name: a\nspec:\n  template:\n    spec:\n{pod}")

@@ -1,5 +1,6 @@
-//! A sidecar is killed at any moment under saves; the next one serves what was whole in the same pool file, and nothing
-//! else. `KILLS=200 SEED=7 cargo test -p pillion-cli --test adoption -- --nocapture` tells what came of it.
+//! A sidecar is killed at any moment under saves; the next one serves the whole blocks of the same pool file,
+//! and no others. `KILLS=200 SEED=7 cargo test -p pillion-cli --test adoption -- --nocapture` prints the
+//! counts.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -12,13 +13,14 @@ use shm_protocol::key::BlockHash;
 use shm_protocol::pool;
 use shm_protocol::random::Random;
 
-/// Bytes of the pool that is killed on.
+/// Bytes of the pool.
 const POOL_BYTES: u64 = 64 << 20;
-/// Kills that one pool file sees: by then most of it is full.
+/// Kills of sidecars with one pool file: by then most of it is full.
 const LIVES: u64 = 8;
 /// The longest time from the first save of a life to its end.
 const LIFE_US_MAX: u64 = 40_000;
-/// So long after its start a sidecar has not emptied a pool that engines may still read: less than its 5 s.
+/// Within this time after its start, a sidecar has not emptied a pool that engines may still read: less than
+/// its 5 s.
 const HELD: Duration = Duration::from_secs(4);
 /// Kills of a plain `cargo test`.
 const KILLS: u64 = 8;
@@ -34,17 +36,17 @@ struct Place {
     folder: tempfile::TempDir,
 }
 
-/// What was found after the kills.
+/// The counts after the kills.
 #[derive(Debug, Default)]
 struct Tally {
     /// Blocks whose save was reported, in all lives of a file.
     kept: u64,
     served: u64,
-    /// Kept and not served, of a file that took more than it has room for.
+    /// Kept and not served, of a file without room for all blocks saved.
     evicted: u64,
-    /// Kept and not served, killed before they had their checksums.
+    /// Kept and not served, because the kill came before their checksums.
     unsummed: u64,
-    /// Kept with their checksums and not served all the same.
+    /// Kept with their checksums, and still not served.
     lost: u64,
     /// Served, and their save was not reported before the kill.
     unreported: u64,
@@ -72,8 +74,8 @@ impl Drop for Place {
     }
 }
 
-/// Saves until the sidecar is killed, `after` the first save was posted; the keys that were posted, and how many of them
-/// in all, from the first, were reported to be kept.
+/// Saves until the sidecar is killed, `after` the first save was posted. Returns the posted keys, and how
+/// many of them, from the first, were reported as kept.
 fn save_until_killed(sidecar: Sidecar, after: Duration, stamp: &mut u64) -> (Vec<BlockHash>, usize) {
     let mut engine = Engine::connect(&sidecar);
     let (mut posted, mut reported) = (engine.post_save(stamp), 0);
@@ -87,7 +89,7 @@ fn save_until_killed(sidecar: Sidecar, after: Duration, stamp: &mut u64) -> (Vec
             continue;
         };
         if saved.dropped > 0 {
-            // No room: what follows would not be kept either.
+            // No room: later saves would not be kept either.
             break;
         }
         assert_eq!((saved.committed, saved.present, saved.cancelled), (SAVED.len() as u32, 0, 0));
@@ -100,25 +102,25 @@ fn save_until_killed(sidecar: Sidecar, after: Duration, stamp: &mut u64) -> (Vec
 
 // === tests ===
 
-/// Blocks that a pool holds.
+/// Count of blocks in a full pool.
 fn room() -> u64 {
     let segment_bytes = tiers::dram::segment_bytes_for(POOL_BYTES);
     let slots = pool::slot_count(segment_bytes, BLOCK_BYTES).expect("small blocks");
     POOL_BYTES / segment_bytes * u64::from(slots)
 }
 
-/// Waits until every block that was saved has its checksum.
+/// Waits until every saved block has its checksum.
 fn wait_summed(sidecar: &Sidecar) {
     sidecar.wait_metric("pillion_saved_blocks_total", |blocks| blocks > 0);
     sidecar.wait_metric("pillion_pool_unsummed_blocks", |blocks| blocks == 0);
 }
 
-/// `kills` kills of sidecars that share pool files, `LIVES` each.
+/// `kills` kills of sidecars with shared pool files, `LIVES` each.
 fn kill_at_random(kills: u64, seed: u64) -> Tally {
     let (mut tally, mut random, mut stamp) = (Tally::default(), Random(seed), 0);
     for file in 0..kills.div_ceil(LIVES) {
         let place = Place::new(&format!("kills-{seed}-{file}"));
-        // Of what is kept, what is known to have its checksum.
+        // `summed`: the kept blocks whose checksums are known to be written.
         let (mut posted, mut kept, mut summed) = (Vec::new(), BTreeSet::new(), BTreeSet::new());
         let mut posted_total = 0_u64;
         for life in 0..LIVES.min(kills - file * LIVES) + 1 {
@@ -140,7 +142,7 @@ fn kill_at_random(kills: u64, seed: u64) -> Tally {
             tally.unreported += served.difference(&kept).count() as u64;
             tally.served += served.len() as u64;
             tally.kept += kept.len() as u64;
-            // What is gone does not come back, and each miss is a query.
+            // A lost block does not come back, and each miss is a query.
             posted.retain(|key| served.contains(key));
             (kept, summed) = (served.clone(), served);
             if life % 2 == 0 {
@@ -197,7 +199,7 @@ fn served_empty() -> Option<()> {
     let file = std::fs::OpenOptions::new().write(true).open(&place.pool).unwrap();
     rustix::io::pwrite(&file, &1u64.to_le_bytes(), pool::header::VERSION).unwrap();
 
-    // Killed before it has emptied the file: the next one must not take it for its own.
+    // Killed before it has emptied the file: the next sidecar must not adopt the file.
     let began = now();
     place.start("16MiB").kill();
     held(began)?;

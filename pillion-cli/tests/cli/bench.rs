@@ -9,14 +9,14 @@ use crate::client::pillion;
 use crate::client::sidecar::Sidecar;
 use serde_json::Value;
 
-/// The last line of a benchmark that was run to its end.
+/// The last line of a successful benchmark.
 fn line(arguments: &[&str]) -> Value {
     let ended = pillion(&[&["bench"], arguments, &["--json"]].concat());
     assert!(ended.status.success(), "{}", String::from_utf8_lossy(&ended.stderr));
     serde_json::from_str(String::from_utf8(ended.stdout).unwrap().lines().last().unwrap()).unwrap()
 }
 
-/// What it says of itself when it was not run.
+/// The error of a refused benchmark.
 fn refusal(arguments: &[&str]) -> String {
     let ended = pillion(&[&["bench"], arguments].concat());
     assert!(!ended.status.success());
@@ -29,7 +29,7 @@ fn expect_positive(line: &Value, names: &[&str]) {
     }
 }
 
-/// On the disk of the build: what is in memory has no direct I/O.
+/// A folder on the disk of the build: memory has no direct I/O.
 fn on_disk() -> tempfile::TempDir {
     tempfile::tempdir_in(Path::new(env!("CARGO_BIN_EXE_pillion")).parent().unwrap()).unwrap()
 }
@@ -50,7 +50,7 @@ fn a_disk_is_measured_by_both_means_and_nothing_stays_on_it() {
     }
     let too_large = refusal(&["disk", "--path", path, "--size", "900TiB"]);
     assert!(too_large.contains("lower its size"), "{too_large}");
-    // The log of such a size has segments of 16 MiB.
+    // The log of this size has segments of 16 MiB.
     let whole = refusal(&["disk", "--path", path, "--size", "64MiB", "--block-size", "64MiB"]);
     assert!(whole.contains("larger than a segment: raise --size, or lower --block-size"), "{whole}");
     assert_eq!(std::fs::read_dir(path).unwrap().count(), 0);

@@ -1,4 +1,4 @@
-//! A running sidecar as an operator meets it: `pillion ctl` and the requests behind it.
+//! A running sidecar under an operator's requests: `pillion ctl` and its HTTP requests.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -16,7 +16,7 @@ use tools::ctl::CtlError;
 const BLOCKS: u64 = SAVED.end as u64 - SAVED.start as u64;
 const TOKEN: &str = "0123456789abcdef0123456789abcdef";
 
-/// What `pillion ctl` prints for a sidecar, which must not fail.
+/// The answer of a successful `pillion ctl`.
 fn ctl(sidecar: &Sidecar, arguments: &[&str]) -> Value {
     let socket = sidecar.socket.to_str().unwrap();
     let output = pillion(&[&["ctl", "--socket", socket], arguments].concat());
@@ -35,7 +35,7 @@ fn log(folder: &Path) -> String {
     std::fs::read_to_string(folder.join("log")).unwrap()
 }
 
-/// A folder on a disk with direct I/O, the root disk maybe, and the option that makes it one of the sidecar's.
+/// A folder on a disk with direct I/O, maybe the root disk, and the option that gives it to the sidecar.
 fn disk() -> (tempfile::TempDir, String) {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let option = format!("--ssd={}:64MiB:create", folder.path().display());
@@ -65,7 +65,7 @@ fn an_evicted_namespace_is_a_miss_and_the_others_stay() {
     assert_eq!(
         found["keys"],
         json!([here(&asked[0], true), here(&asked[1], false)]),
-        "it is another namespace's"
+        "the second key belongs to another namespace"
     );
 
     let evicted = ctl(&sidecar, &["evict", &namespace]);

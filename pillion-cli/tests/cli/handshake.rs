@@ -1,5 +1,5 @@
-//! The rules of the handshake hold on both sides, in the same words: the engine's session refuses before it connects what
-//! the sidecar refuses when the record is sent as it is.
+//! The rules of the handshake hold on both sides, in the same words: the engine's session refuses a hello
+//! before it connects, and the sidecar refuses the same hello as a raw record.
 
 use std::os::fd::OwnedFd;
 use std::path::Path;
@@ -17,18 +17,18 @@ const RUN: [u8; 16] = [7; 16];
 /// Bytes of a block of [`gpu_worker`].
 const GPU_BLOCK_BYTES: u64 = 4096;
 
-/// Who can be made to say a wrong hello.
+/// The means of sending a wrong hello.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 enum Through {
     /// A session, by its options.
     Session,
     /// A session on a GPU with these cuts.
     Cuts,
-    /// Nothing but the record: a session fills these fields in itself.
+    /// The record alone: a session fills these fields in itself.
     Record,
 }
 
-/// A hello that breaks one rule, and what the refusal says.
+/// A hello that breaks one rule, and the text of its refusal.
 struct Breach {
     rule: &'static str,
     hello: Hello,
@@ -57,7 +57,7 @@ fn staged_worker(kv: &Kv) -> WorkerHello {
     WorkerHello { regions: vec![region], staging: Some(4), ..host_worker(kv) }
 }
 
-/// What any role says of its engine.
+/// Wrong statements of any role about its engine.
 fn of_engines(kv: &Kv) -> Vec<Breach> {
     let scheduler = hello("engine", 1, Role::Scheduler { run: RUN });
     let breach = |rule, hello| Breach { rule, hello, descriptors: 0, through: Through::Session };
@@ -78,7 +78,7 @@ fn of_engines(kv: &Kv) -> Vec<Breach> {
     ]
 }
 
-/// What a worker says of its place and its namespace.
+/// Wrong statements of a worker about its rank and its namespace.
 fn of_ranks(kv: &Kv) -> Vec<Breach> {
     let good = host_worker(kv);
     let breach = |rule, world_size, change: &dyn Fn(&mut WorkerHello)| {
@@ -106,7 +106,7 @@ fn of_ranks(kv: &Kv) -> Vec<Breach> {
     ]
 }
 
-/// What a worker says of its memory.
+/// Wrong statements of a worker about its memory.
 fn of_memory(kv: &Kv) -> Vec<Breach> {
     let good = host_worker(kv);
     let breach = |rule, change: &dyn Fn(&mut WorkerHello)| {
@@ -128,7 +128,7 @@ fn of_memory(kv: &Kv) -> Vec<Breach> {
     ]
 }
 
-/// What is said of a staging segment, which a session makes itself.
+/// Wrong statements about a staging segment, made by the session itself in real engines.
 fn of_staging(kv: &Kv) -> Vec<Breach> {
     let good = staged_worker(kv);
     let breach = |rule, descriptors, change: &dyn Fn(&mut WorkerHello)| {
@@ -151,11 +151,11 @@ fn of_staging(kv: &Kv) -> Vec<Breach> {
     ]
 }
 
-/// What is said of a GPU's memory: a session takes cuts, and makes the rest itself.
+/// Wrong statements about a GPU's memory: a session takes cuts, and makes the rest itself.
 fn of_gpus(kv: &Kv) -> Vec<Breach> {
     let breach = |rule, through, change: &dyn Fn(&mut CudaMemory)| {
         let mut worker = gpu_worker(kv);
-        change(worker.cuda.as_mut().expect("a GPU's"));
+        change(worker.cuda.as_mut().expect("GPU memory"));
         Breach { rule, hello: worker_hello(1, worker), descriptors: 0, through }
     };
     let (record, cuts) = (Through::Record, Through::Cuts);
@@ -180,7 +180,7 @@ fn of_gpus(kv: &Kv) -> Vec<Breach> {
     ]
 }
 
-/// What an engine's session says to this, connecting to `socket`.
+/// The refusal by an engine's session of this hello, connecting to `socket`.
 fn session_says(socket: &Path, kv: &Kv, breach: &Breach) -> String {
     let Hello { engine, world_size, miss_wait_ms, role, .. } = breach.hello.clone();
     let refused = match role {

@@ -12,12 +12,12 @@ use crate::client::{Session, in_time, now, watch};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-/// A sidecar that has lived longer may be started again when it fails: less than the 5 s that process 1 counts.
+/// A sidecar killed within this time ends process 1 too: less than its 5 s.
 const STARTING: Duration = Duration::from_secs(4);
 
-/// A namespace whose process 1 is `pillion serve`.
+/// A process namespace with `pillion serve` as process 1.
 struct Container {
-    /// `unshare`, whose end is that of process 1 as well.
+    /// `unshare`: it ends with process 1.
     unshare: Sidecar,
     /// Process 1, by its number outside.
     init: Pid,
@@ -31,11 +31,12 @@ fn unshare() -> Command {
     command
 }
 
-/// Whether process namespaces can be made here; says so where not, since the tests then show nothing.
+/// Returns true if process namespaces can be made here. Prints a line if not, since the tests then show
+/// nothing.
 fn permitted() -> bool {
     let permitted = unshare().arg("true").stderr(Stdio::null()).status().is_ok_and(|status| status.success());
     if !permitted {
-        // Past the harness, which keeps to itself what a test that passes prints.
+        // Past the harness, because it hides the output of passing tests.
         let text = "SKIPPED: process 1 is untested: no process namespace can be made here (needs root)\n";
         let _ = std::io::stderr().write_all(text.as_bytes());
     }
@@ -60,7 +61,7 @@ impl Container {
         Self { unshare, init, sidecar }
     }
 
-    /// What process 1 ends with.
+    /// The exit status of process 1.
     fn end(self) -> Option<i32> {
         self.unshare.wait()
     }
@@ -117,7 +118,7 @@ fn a_sidecar_that_fails_once_it_has_served_is_started_again_in_its_container() {
     kill(container.sidecar, Signal::SIGKILL).unwrap();
     let next = || child_of(container.init).filter(|child| *child != container.sidecar);
     watch("another sidecar", next);
-    // A socket of packets that somebody listens on refuses a stream for its type alone.
+    // A SEQPACKET socket with a listener refuses a stream for its type alone.
     let listens = || UnixStream::connect(&container.unshare.socket).err()?.raw_os_error();
     watch("its socket", || listens().filter(|errno| *errno == nix::libc::EPROTOTYPE));
     let session = container.session();
@@ -126,7 +127,7 @@ fn a_sidecar_that_fails_once_it_has_served_is_started_again_in_its_container() {
     session.closed();
 }
 
-/// Its address is taken for some seconds: the next starts fail at once.
+/// Another listener has the sidecar's address for some seconds: its next starts fail at once.
 #[test]
 fn once_a_sidecar_has_served_starts_that_fail_do_not_end_its_container() {
     if !permitted() {

@@ -222,7 +222,7 @@ fn people_see_what_it_does_on_a_page_and_on_a_terminal() {
 fn a_mistyped_variable_is_warned_of_once() {
     let folder = tempfile::tempdir().unwrap();
     let mut command = Command::new(env!("CARGO_BIN_EXE_pillion"));
-    // The second is another command's.
+    // PILLION_ORDER is an option of another command.
     command.env("PILLION_SOCK", "/a").env("PILLION_ORDER", "at-once").env("PILLION_SERVICE_HOST", "10.0.0.1");
     let _sidecar = Sidecar::start_by(command, folder.path(), &[&"--dram", &"16MiB"]);
     let log = std::fs::read_to_string(folder.path().join("log")).unwrap();
@@ -281,7 +281,7 @@ fn what_keeps_it_from_starting_is_told_without_a_trace_and_with_status_2() {
     }
 }
 
-/// A sidecar whose process may make files of so many MiB.
+/// A sidecar whose process may make files of at most so many MiB.
 fn limited(limit_mib: u64, more: &[&str]) -> Command {
     let mut command = Command::new("sh");
     // In units of 512 bytes.
@@ -374,7 +374,7 @@ fn a_data_thread_that_stands_still_is_told_by_probes_and_doctor() {
         matches!(&unanswered, Err(CtlError::Refused { status, .. }) if status.as_u16() == 504),
         "{unanswered:?}"
     );
-    assert!(level.unwrap().contains("info"), "what the data thread has no part in is answered");
+    assert!(level.unwrap().contains("info"), "requests without the data thread are answered");
     ptrace::detach(thread, None).unwrap();
     answers("/readyz", "200");
     answers("/healthz", "200");
@@ -386,7 +386,7 @@ fn a_data_thread_that_stands_still_does_not_keep_the_process() {
     let sidecar = serve(folder.path());
     let thread = stop_data_thread(sidecar.pid());
     sidecar.signal(Signal::SIGTERM);
-    // Its end is this thread's to see before the process is gone.
+    // The tracing thread must see the stopped thread's end before the process is gone.
     watch("the end of the stopped thread", || {
         let seen = waitpid(thread, Some(WaitPidFlag::__WALL | WaitPidFlag::WNOHANG)).unwrap();
         (seen != WaitStatus::StillAlive).then_some(())
@@ -394,7 +394,7 @@ fn a_data_thread_that_stands_still_does_not_keep_the_process() {
     assert_eq!(sidecar.wait(), Some(1));
 }
 
-/// Stops it until it is detached, or its process ends.
+/// Stops the data thread until it is detached, or its process ends.
 fn stop_data_thread(process: Pid) -> Pid {
     let thread = data_thread(process);
     ptrace::seize(thread, ptrace::Options::empty()).unwrap();
@@ -457,7 +457,7 @@ fn the_list_of_namespaces_shows_facts_and_who_states_them() {
     watch("its end", || Some(shown()).filter(|entries| entries[0]["engines"] == 0));
 }
 
-/// Two ranks whose weights make the namespace together: nothing is known of it before both have joined.
+/// Two ranks whose weights make the namespace together: it is unknown until both have joined.
 #[test]
 fn an_engine_is_shown_what_its_ranks_bind_it_to() {
     let folder = tempfile::tempdir().unwrap();
@@ -496,12 +496,12 @@ fn an_engine_is_shown_what_its_ranks_bind_it_to() {
     let second = bound(&scheduler, 1);
     assert_eq!((second.live, second.namespace), word([8, 9]));
     assert_eq!(bound(&ranks[1], 1), second);
-    // One of them finds other weights by itself.
+    // One rank finds other weights by itself.
     ranks[0].post(WorkerRequest::Weights { number: 2, answers: 1, live: [7; 16] });
     scheduler.closed();
     let mut again = Session::scheduler(socket, "engine", 2, run);
     again.post(SchedulerRequest::Weights { number: 1 });
-    // They have answered the session before.
+    // The ranks have answered the scheduler's former session.
     ranks.iter().for_each(Session::closed);
     for (rank, live) in [7, 9].into_iter().enumerate() {
         ranks[rank] = open(rank, live);

@@ -1,4 +1,4 @@
-//! Quotas, as a user of `pillion serve --quota` meets them.
+//! Quotas, under a user's `pillion serve --quota`.
 
 use std::ffi::OsStr;
 
@@ -27,7 +27,7 @@ impl Engine {
         Self { _kv: kv, rank, scheduler, op: 0 }
     }
 
-    /// Saves this many blocks, under keys that `first` begins.
+    /// Saves this many blocks, under keys that begin with `first`.
     fn save(&mut self, first: u64, count: u64) -> Saved {
         self.op += 1;
         let keys: Vec<_> = (first..first + count).map(|key| BlockHash::from_words([key, 1, 2, 3])).collect();
@@ -63,7 +63,7 @@ fn a_namespace_is_kept_within_its_quota_and_the_pages_say_so() {
     sidecar.wait_line(&format!("pillion_quota_bytes{{namespace=\"{}\"}} {bytes}", &digest[..8]));
     sidecar.wait_line(&format!("pillion_quota_used_bytes{{namespace=\"others\"}} {}", 40 * BLOCK_BYTES));
     sidecar.wait_line("pillion_evicted_blocks_total 22");
-    assert_eq!(other.kept(), 40, "what another may keep is its own");
+    assert_eq!(other.kept(), 40, "each namespace has its own quota");
     let shown = sidecar.ask("GET", "/namespaces", &Value::Null).unwrap();
     let of = |model: &str| {
         let entries = shown["namespaces"].as_array().unwrap().iter();

@@ -1,4 +1,4 @@
-//! A whole sidecar in this process, spoken to as engines do.
+//! A whole sidecar in this process, with sessions of engines.
 
 use std::os::fd::OwnedFd;
 use std::path::Path;
@@ -44,7 +44,7 @@ impl Sidecar {
         session
     }
 
-    /// That the sidecar serves a new engine from hello to answer.
+    /// Checks that the sidecar serves a new engine from hello to answer.
     fn assert_serves(&self) {
         let kv = Kv::new();
         let _rank = self.rank(&kv, 0, 1, Copier::Engine);
@@ -81,7 +81,7 @@ fn load_back(sidecar: &Sidecar, world_size: u32, copy: Copier) {
     let mut scheduler = sidecar.scheduler(world_size);
     scheduler.open_log(3, &keys(SAVED.len()));
     assert_eq!(scheduler.query_ready(3, 1, 70).value, 70);
-    // The other way round and elsewhere: block 101 gets what block 1 held.
+    // In reverse order, and at other numbers: block 101 gets the bytes of block 1.
     let targets: Vec<u32> = (0..70).map(|index| if index < 27 { 101 + index } else { index }).collect();
     let by_engine = copy == Copier::Engine;
     let flags = if by_engine { LOAD_BY_ENGINE } else { 0 };
@@ -106,7 +106,7 @@ fn load_back(sidecar: &Sidecar, world_size: u32, copy: Copier) {
     }
 }
 
-/// What an engine that copies for itself finds in the pool.
+/// Checks the saved bytes in the pool, as an engine that copies for itself reads them.
 fn check_pool(scheduler: &Session, rank: &Session, number: u64) {
     for (index, block) in SAVED.enumerate() {
         let slot = scheduler.memory.read_ref((index / 64) as u32, index % 64);
@@ -158,11 +158,7 @@ fn a_closed_gate_stops_a_load() {
     gate::close_gate(rank.memory.region(), 1006);
     assert_eq!(scheduler.query(0, 1003, 1).value, 1);
     scheduler.with_blocks(Message { op: 1004, lease: 1003, ..load }, &[2]);
-    assert_eq!(
-        rank.outcome(1004).status,
-        Status::Ok,
-        "what was taken back before and after it is no concern of its"
-    );
+    assert_eq!(rank.outcome(1004).status, Status::Ok, "saves cancelled before and after it do not change it");
     assert!(kv.holds(2, 77));
     let ended = rank.memory.region().word64(layout::header::FENCE_ENDED);
     assert_eq!(ended.load(Ordering::Acquire), 1, "blocks of loads that were written");
@@ -194,7 +190,7 @@ fn other_versions_and_bad_hellos_are_refused_with_a_reason() {
     sidecar.assert_serves();
 }
 
-/// A rank whose memory is a GPU's.
+/// A rank with its memory on a GPU.
 fn gpu_worker(kv: &Kv, pid: u32) -> handshake::Hello {
     let mut worker = kv.stated("tiny", 0, 1, Copier::Sidecar);
     let bytes = |memory| worker.descriptor_bytes(memory);
@@ -242,7 +238,7 @@ fn malformed_messages_close_only_their_session() {
         Message { count: layout::BLOCK_IDS as u32 + 1, ..message(Kind::Save) }.encode_slot(),
         message(Kind::Join).encode_slot(),
     ];
-    // Of other runs: a run has one scheduler.
+    // The schedulers have other runs: a run has one scheduler.
     let other = |number| Session::scheduler(sidecar.socket(), "engine", 1, [number; 16]);
     for (number, slot) in (100..).zip(bad) {
         let mut session = other(number);
@@ -319,7 +315,7 @@ fn an_engine_whose_memory_holds_other_bytes_than_are_kept_is_in_doubt_and_barred
     assert_eq!((outcome.status, outcome.value), (Status::Ok, 0), "all blocks of that step are gone");
     scheduler.with_blocks(save_log(17, 0, 9), &[1, 2, 3]);
     assert_eq!(scheduler.saved().dropped, 3, "in doubt");
-    // All chains are of one saver, and eight of them go within an hour.
+    // All chains belong to one saver, and eight of them go within an hour.
     for log in 1..9 {
         assert_eq!(scheduler.query(log, 20 + 2 * u64::from(log), 3).status, Status::Ok);
         scheduler.with_blocks(check(21 + 2 * u64::from(log), log), &[1, 2, 3]);
@@ -355,7 +351,7 @@ fn an_engine_of_the_release_before_loads_and_is_told_why_nothing_is_kept() {
         assert_eq!(session.welcome.version, 2);
     }
     scheduler.open_log(0, &keys(4));
-    assert_eq!(scheduler.query_ready(0, 1, 4).value, 2, "it finds what others keep");
+    assert_eq!(scheduler.query_ready(0, 1, 4).value, 2, "it finds the blocks of other engines");
     rank.fences(1, 1);
     scheduler.unaccepted(save(2, 0, 1), &[1, 2, 3, 4]);
     let saved = scheduler.saved();

@@ -1,4 +1,4 @@
-//! The SSD tier as an engine meets it: a real sidecar over real files, every served byte compared.
+//! The SSD tier under a real engine: a real sidecar over real files, every served byte compared.
 
 use std::path::{Path, PathBuf};
 
@@ -8,10 +8,10 @@ use crate::client::{BLOCK_BYTES, corrupt, watch};
 use shm_protocol::key::BlockHash;
 
 const DRAM: &str = "16MiB";
-/// Saves of 100 blocks each: twice what DRAM holds.
+/// Saves of 100 blocks each: twice the size of DRAM.
 const SAVES: usize = 22;
 const LOG_BYTES: &str = "128MiB";
-/// Twice what DRAM holds, by the sizes of the blocks.
+/// Twice the size of DRAM, by the sizes of the blocks.
 const _: () = assert!(SAVES as u64 * 100 * BLOCK_BYTES > 31 << 20);
 
 /// A folder for the socket and one for each disk.
@@ -22,7 +22,8 @@ struct Place {
 
 impl Place {
     fn new() -> Self {
-        // Not in /tmp, which may be a tmpfs without direct I/O. It may be the root disk, so its disks are given with :create.
+        // Not in /tmp, maybe a tmpfs without direct I/O. The folder may be on the root disk, so its disks are
+        // given with :create.
         Self { folder: tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap(), io: "auto" }
     }
 
@@ -58,7 +59,7 @@ impl Place {
     }
 }
 
-/// Saves more than DRAM holds, each save once the one before is on the disks; the keys.
+/// Saves more than DRAM has room for, each save after the one before is on the disks. Returns the keys.
 fn fill(sidecar: &Sidecar, engine: &mut Engine) -> Vec<BlockHash> {
     let (mut keys, mut stamp) = (Vec::new(), 0);
     for _ in 0..SAVES {
@@ -101,7 +102,7 @@ fn serve_from_disks(place: &Place) {
     let more = engine.save(&mut 1_000_000);
     sidecar.terminate();
 
-    // A third, after an orderly end, which wrote what was waiting.
+    // A third life, after an orderly end with all waiting writes done.
     let sidecar = place.start(&["a", "b"]);
     let keys = [keys, more].concat();
     assert_eq!(Engine::connect(&sidecar).served(&keys), (keys, 0));
@@ -150,7 +151,7 @@ fn fail_a_disk(place: &Place) {
     sidecar.terminate();
 }
 
-/// With a pool file the next life adopts what lay in DRAM, too, and slots that were being read into hold nothing.
+/// With a pool file the next life adopts the blocks in DRAM too, and no slot of an unfinished read.
 #[test]
 fn killed_at_any_moment_of_writes_and_reads_nothing_wrong_is_served() {
     let place = Place::new();
@@ -178,7 +179,7 @@ fn killed_at_any_moment_of_writes_and_reads_nothing_wrong_is_served() {
     std::fs::remove_file(pool).unwrap();
 }
 
-/// What a sidecar says that must have all its disks, and does not start.
+/// The error of a sidecar that must have all its disks, and does not start.
 fn refusal(place: &Place, disks: &[&str]) -> String {
     let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_pillion"));
     command.args(["serve", "--gpu", "off", "--dram", DRAM, "--http", "127.0.0.1:0", "--ssd-required"]);
@@ -217,7 +218,7 @@ fn a_missing_mount_or_memory_is_refused_before_anything_is_written() {
     assert!(
         !missing.exists() && !place.log_file("a").exists() && !Path::new("/dev/shm/pillion.log").exists()
     );
-    // Where it is asked for, the file is made; commas part several disks, as in PILLION_SSD.
+    // With :create the file is made; commas part several disks, as in PILLION_SSD.
     let disks = format!("--ssd={}:64MiB:create,{good}", missing.display());
     let sidecar = Sidecar::start(place.folder.path(), &[&"--dram", &DRAM, &"--ssd-required", &disks]);
     sidecar.wait_started();
@@ -254,7 +255,7 @@ fn without_a_disk_that_cannot_be_used_the_others_and_memory_serve() {
     }
 }
 
-/// What a killed sidecar's disk still moves may go into the slots of its pool file.
+/// Reads of a killed sidecar's disk still under way may write into the slots of its pool file.
 #[test]
 fn a_pool_file_is_not_used_while_a_disk_is_another_sidecar_s() {
     let place = Place::new();
@@ -286,7 +287,7 @@ fn without_io_uring_threads_serve_the_disks_and_the_log_says_so_once() {
     let keys = fill(&sidecar, &mut engine);
     assert_eq!(engine.served(&keys), (keys.clone(), 0));
     sidecar.terminate();
-    // Who insists is told.
+    // A sidecar with `--ssd-io io_uring` does not start.
     let mut command = std::process::Command::new("python3");
     command.arg(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/client/without_io_uring.py"));
     command.args([

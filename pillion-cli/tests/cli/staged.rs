@@ -1,5 +1,5 @@
-//! Engines whose memory the sidecar cannot reach: saves through the staging segment, loads by the engine. The engine is the
-//! real shim over host memory where it behaves, and spoken by hand where it does not.
+//! Engines with memory out of the sidecar's reach: saves through the staging segment, loads by the engine.
+//! The engine is the real shim over host memory, or for its faults a rank spoken by hand.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
@@ -24,7 +24,7 @@ use sidecar::config::ServeOptions;
 const RUN: [u8; 16] = [7; 16];
 /// Slots of a rank spoken by hand: fewer than the blocks it saves.
 const SLOTS: u32 = 4;
-/// Less than the time after which a rank has not answered, and its saves are dropped: 2 s.
+/// A rank's time for an answer in these tests: less than the 2 s after which its saves are dropped.
 const ANSWERED: Duration = Duration::from_millis(1500);
 
 /// Both roles of a real engine of one rank.
@@ -38,8 +38,8 @@ impl Engine {
     fn start(sidecar: &InProcess) -> Self {
         let kv = Kv::new();
         let (socket, engine) = (&sidecar.socket, "engine");
-        // An engine that waits for a core gives up its handshake after a second, and the sidecar may not know that yet
-        // when the next one comes.
+        // An engine that waits for a core gives up its handshake after a second, and the sidecar may still
+        // have its session at the next handshake.
         let answer = |error| assert!(matches!(error, ShimError::Refused(_)), "{error}");
         let mut worker = watch("a worker's handshake", || {
             let options = worker::Options {
@@ -55,7 +55,7 @@ impl Engine {
         });
         worker.join(RUN);
         let budget = Duration::from_secs(5);
-        // As where the scheduler does not know that the ranks copy for themselves.
+        // As in a scheduler without knowledge of ranks that copy for themselves.
         let (by_engine, early) = (false, false);
         let scheduler = watch("a scheduler's handshake", || {
             let options = scheduler::Options {
@@ -122,7 +122,7 @@ impl Rank {
         assert_eq!(rustix::io::pwrite(&self.segment, &tag.to_le_bytes(), at), Ok(8));
     }
 
-    /// Fills a slot with what `block` of an honest rank holds.
+    /// Fills a slot with the bytes of `block` of an honest rank.
     fn fill(&self, stage: StageRequest) {
         assert!(stage.slot < SLOTS && stage.block < BLOCKS, "{stage:?}");
         self.put_tag(stage, stage.tag);
@@ -140,7 +140,7 @@ impl Rank {
         self.session.post(answer);
     }
 
-    /// Hands over so many blocks; the end of their save where that comes before.
+    /// Hands over so many blocks. Returns the end of their save if that comes before.
     fn serve(&mut self, scheduler: &mut Session, blocks: usize) -> Option<Saved> {
         for _ in 0..blocks {
             let asked = watch("a block asked for, or the end", || {
@@ -157,14 +157,15 @@ impl Rank {
         None
     }
 
-    /// What becomes of a save, not begun before `began`, whose blocks are all handed over; if the rank answers in time.
+    /// Hands over all blocks of a save begun at `began` or later. Returns the save's end; `None` if the rank
+    /// was too slow.
     fn serve_all(&mut self, began: Instant, scheduler: &mut Session, blocks: usize) -> Option<Saved> {
         let early = self.serve(scheduler, blocks);
         answered(began, early.unwrap_or_else(|| scheduler.saved()))
     }
 }
 
-/// A save that was not begun before `began`; `None` where it was dropped and the rank may have been too slow for it.
+/// A save begun at `began` or later; `None` if it was dropped and the rank may have been too slow.
 fn answered(began: Instant, saved: Saved) -> Option<Saved> {
     (saved.dropped == 0 || began.elapsed() < ANSWERED).then_some(saved)
 }
@@ -173,7 +174,7 @@ fn content(seed: u64) -> Vec<u8> {
     (0..LAYERS).flat_map(|layer| pattern(seed, layer)).collect()
 }
 
-/// A scheduler and a rank spoken by hand, which are about to save `count` blocks from block 1 on.
+/// A scheduler and a rank spoken by hand, before a save of `count` blocks from block 1 on.
 fn saving(sidecar: &InProcess, engine: &str, run: [u8; 16], count: usize) -> (Session, Rank) {
     let rank = Rank::open(sidecar, engine, run);
     let mut scheduler = Session::scheduler(&sidecar.socket, engine, 1, run);
@@ -209,7 +210,7 @@ fn an_engine_saves_and_loads_every_byte_itself() {
         assert!(second.kv.holds(target, block * 3), "block {target}");
     }
     assert_eq!(second.worker.stats()["blocks_by_engine"], 100);
-    // Its part has ended, so its lease has: the same blocks are loaded again, later.
+    // Its part and its lease have ended: the same blocks are loaded again, later.
     watch("hits", || (second.scheduler.query(log, 0, 2) == 2).then_some(()));
     let plan = second.scheduler.load(log, 0, &[1, 2], 2, false).pop().unwrap();
     let op = plan.op;
@@ -255,7 +256,7 @@ fn another_block() -> Option<()> {
         let stage = rank.session.stage();
         rank.fill(stage);
         if turn == 1 {
-            // As when the slot was given to another request meanwhile.
+            // As if the slot was given to another request meanwhile.
             rank.put_tag(stage, stage.tag + 1);
         }
         rank.answer(stage, Status::Ok);
@@ -360,14 +361,14 @@ fn silent_rank() -> Option<()> {
     assert_eq!(rank.serve_all(began, &mut other, 20)?.committed, 20);
     let saved = scheduler.saved();
     assert_eq!((saved.op, saved.dropped), (1000, 20));
-    // It comes back: one slot is its own again.
+    // The rank comes back: one slot is its own again.
     silent.fill(first);
     silent.answer(first, Status::Ok);
     let began = now();
     scheduler.with_blocks(save(1001, 0, 5), &[7]);
     let mut stage = silent.session.stage();
     while stage.block != 7 {
-        // Those that were asked for before, and that nobody waits for.
+        // Requests of before, without a waiting save.
         stage = silent.session.stage();
     }
     silent.fill(stage);

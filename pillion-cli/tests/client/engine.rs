@@ -1,4 +1,4 @@
-//! One rank and its scheduler, which save stamped blocks and look at every byte of what is served.
+//! One rank and its scheduler: they save stamped blocks and compare every served byte.
 
 use std::sync::LazyLock;
 use std::sync::atomic::Ordering;
@@ -24,18 +24,18 @@ pub(crate) struct Engine {
     log: u32,
 }
 
-/// A key says which block of KV it is, and the stamp that was put at its start and end.
+/// The key of a block of KV with this stamp at its start and end.
 fn key(stamp: u64, block: u32) -> BlockHash {
     BlockHash::from_words([stamp, block.into(), stamp ^ 0x55, 1])
 }
 
-/// What each block of KV holds before it is stamped: all its layers, end to end.
+/// The bytes of each block of KV before its stamp: all its layers, end to end.
 static PATTERNS: LazyLock<Vec<Vec<u8>>> = LazyLock::new(|| {
     let layers = |block| (0..LAYERS).flat_map(move |layer| pattern(block, layer)).collect();
     (0..u64::from(SAVED.end)).map(layers).collect()
 });
 
-/// What a key stands for.
+/// The bytes saved under a key.
 fn content(key: &BlockHash) -> Vec<u8> {
     let [stamp, block, ..] = key.words();
     let mut bytes = PATTERNS[block as usize].clone();
@@ -45,7 +45,7 @@ fn content(key: &BlockHash) -> Vec<u8> {
     bytes
 }
 
-/// Keys of the save that is posted with this stamp next.
+/// Keys of the next save after this stamp.
 pub(crate) fn keys_after(stamp: u64) -> Vec<BlockHash> {
     SAVED.zip(stamp + 1..).map(|(block, stamp)| key(stamp, block)).collect()
 }
@@ -55,7 +55,7 @@ impl Engine {
         Self::waiting(sidecar, None)
     }
 
-    /// An engine whose requests wait so long for a producer.
+    /// An engine with requests that wait this long for another engine's save.
     pub(crate) fn waiting(sidecar: &Sidecar, miss_wait_ms: Option<u32>) -> Self {
         Self::of("tiny", sidecar, miss_wait_ms)
     }
@@ -79,12 +79,12 @@ impl Engine {
         Self { kv, rank, scheduler, op: 0, log: 0 }
     }
 
-    /// The namespace that it is served in.
+    /// The engine's namespace.
     pub(crate) fn namespace(&self) -> &str {
         &self.rank.welcome.namespace
     }
 
-    /// Writes a stamp where a block's bytes begin and end.
+    /// Writes a stamp at the begin and the end of a block.
     fn stamp(&self, block: u32, stamp: u64) {
         let (first, last) = (&self.kv.regions[0], &self.kv.regions[LAYERS as usize - 1]);
         for (region, inside) in [(first, 0), (last, LAYER_BYTES - 8)] {
@@ -116,14 +116,14 @@ impl Engine {
         keys
     }
 
-    /// The same, and every block is kept.
+    /// The same, and every block must be kept.
     pub(crate) fn save(&mut self, stamp: &mut u64) -> Vec<BlockHash> {
         let keys = self.post_save(stamp);
         assert_eq!(self.scheduler.saved().committed, SAVED.len() as u32);
         keys
     }
 
-    /// Asks for `keys` and does not wait; the query.
+    /// Posts a query of `keys`, and returns its number.
     pub(crate) fn post_query(&mut self, keys: &[BlockHash]) -> u64 {
         self.scheduler.open_log(0, keys);
         let op = self.next_op();
@@ -131,7 +131,7 @@ impl Engine {
         op
     }
 
-    /// Asks for `keys`, which may be answered while they are on their way, until the rank is known and there is an answer.
+    /// Queries `keys` until the rank has joined and an answer comes; it may count blocks still under way.
     pub(crate) fn ask_early(&mut self, keys: &[BlockHash]) -> (u64, Outcome) {
         self.scheduler.open_log(0, keys);
         watch("a rank that is known", || {
@@ -151,20 +151,20 @@ impl Engine {
         op
     }
 
-    /// What has become of a load, if it has ended.
+    /// The status of a load, if it has ended.
     pub(crate) fn load_ended(&self, op: u64) -> Option<Status> {
         let outcome = self.rank.memory.load_outcome(op)?;
         Some(outcome.status).filter(|status| *status != Status::Pending)
     }
 
-    /// Ends the rank's part of a load that the sidecar could not end.
+    /// Ends the rank's part of a load that failed in the sidecar.
     pub(crate) fn give_up(&mut self, op: u64, ended: Status) {
         if ended == Status::Failed {
             self.rank.post(WorkerRequest::Loaded { op, end: LoadEnd::Failed });
         }
     }
 
-    /// Whether these blocks of KV hold the bytes of these keys.
+    /// Returns true if these blocks of KV hold the bytes of these keys.
     pub(crate) fn loaded(&self, blocks: std::ops::Range<u32>, keys: &[BlockHash]) -> bool {
         blocks.zip(keys).all(|(block, key)| {
             let mut bytes = vec![0; BLOCK_BYTES as usize];
@@ -177,7 +177,7 @@ impl Engine {
         })
     }
 
-    /// Those of `keys` that are served, in their order; how many of them are not what they should be.
+    /// Queries `keys`. Returns those served, in their order, and the number of them with wrong bytes.
     pub(crate) fn served(&mut self, keys: &[BlockHash]) -> (Vec<BlockHash>, u64) {
         self.scheduler.open_log(0, keys);
         let (mut from, mut served, mut wrong) = (0, Vec::new(), 0);
@@ -197,14 +197,14 @@ impl Engine {
                 wrong += u64::from(!self.holds(slot, key));
                 served.push(*key);
             }
-            // A query may be answered with less than there is.
+            // An answer may be shorter than the run of kept blocks.
             from = found.end + usize::from(hits.value == 0);
         }
         self.scheduler.post(SchedulerRequest::Close { log: 0, way: 0 });
         (served, wrong)
     }
 
-    /// Whether a slot that was answered is whole and holds this key's bytes, seen by the engine's own mapping.
+    /// Returns true if a slot of an answer holds this key's bytes, read through the engine's own mapping.
     fn holds(&self, slot: SlotRef, key: &BlockHash) -> bool {
         let expected = content(key);
         let view = pool::PoolView::new(|at| self.rank.pool.load64(at), self.rank.welcome.pool_bytes);

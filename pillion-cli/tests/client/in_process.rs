@@ -6,7 +6,7 @@ use sidecar::logging::LogLevel;
 use sidecar::runtime::server::Server;
 use tempfile::TempDir;
 
-/// A whole sidecar in this process, which must end as it should.
+/// A whole sidecar in this process; its end must be a success.
 pub(crate) struct InProcess {
     server: Option<Server>,
     pub(crate) socket: PathBuf,

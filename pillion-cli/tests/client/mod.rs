@@ -25,9 +25,9 @@ use shm_protocol::ring::{Consumer, Producer, RingMemory};
 use shm_protocol::session::{RegionRing, Ring, SessionMemory};
 use shm_protocol::{transport, wait};
 
-/// No test waits longer than this for something that must come.
+/// The longest wait of a test.
 pub(crate) const WATCHDOG: Duration = Duration::from_secs(60);
-/// Times that a test is tried whose steps have to come within a limit of the sidecar's.
+/// Attempts of a test with steps bound by a limit of the sidecar.
 const TRIES: u32 = 5;
 
 #[expect(
@@ -38,7 +38,8 @@ pub(crate) fn now() -> Instant {
     Instant::now()
 }
 
-/// Tries until the steps of a test came within a limit of the sidecar's: a try whose steps came too late is `None`.
+/// Repeats the steps of a test until they came within a limit of the sidecar; `None` is an attempt that came
+/// too late.
 pub(crate) fn in_time<T>(what: &str, attempt: impl FnMut() -> Option<T>) -> T {
     let came = std::iter::repeat_with(attempt).take(TRIES as usize).flatten().next();
     came.unwrap_or_else(|| panic!("{what} came too late {TRIES} times"))
@@ -55,7 +56,7 @@ pub(crate) fn watch<T>(what: &str, mut ready: impl FnMut() -> Option<T>) -> T {
     }
 }
 
-/// Flips a bit in every block that a pool's or a log's file holds: in each of its pages, past the first MiB.
+/// Flips a bit in every block of a pool's or a log's file: in each of its pages, past the first MiB.
 pub(crate) fn corrupt(path: &Path) {
     let file = std::fs::File::options().read(true).write(true).open(path).unwrap();
     let bytes = file.metadata().unwrap().len();
@@ -67,7 +68,7 @@ pub(crate) fn corrupt(path: &Path) {
     file.sync_all().unwrap();
 }
 
-/// What a `pillion` command that ends says.
+/// The output of a `pillion` command, after its end.
 pub(crate) fn pillion(arguments: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_pillion")).args(arguments).output().unwrap()
 }
@@ -104,12 +105,12 @@ pub(crate) struct Session {
 
 impl Session {
     pub(crate) fn open(socket: &Path, hello: &Hello, fds: &[&OwnedFd]) -> Self {
-        // Of a millisecond each.
+        // Each try takes a millisecond.
         let mut tries = 10_000;
         let (socket, welcome, fds) = loop {
             match greet(socket, hello, fds) {
                 (socket, Reply::Welcome(welcome), fds) => break (socket, welcome, fds),
-                // The one before has gone, and the sidecar is about to see that.
+                // The scheduler before has gone, and the sidecar has not seen its end yet.
                 (_, Reply::Refused { reason, .. }, _)
                     if reason.starts_with("another scheduler") && tries > 0 =>
                 {
@@ -133,12 +134,13 @@ impl Session {
         Self::open(socket, &hello(engine, world_size, Role::Scheduler { run }), &[])
     }
 
-    /// A rank whose memory is `kv`, joined.
+    /// A rank with the memory `kv`, joined.
     pub(crate) fn rank(socket: &Path, hello: &Hello, kv: &Kv, run: [u8; 16]) -> Self {
         Self::join(socket, hello, &kv.fds.each_ref(), run)
     }
 
-    /// A rank of one that saves through a staging segment of `slots` slots, joined; and the segment.
+    /// The only rank of an engine, joined, with saves through a staging segment of `slots` slots; and the
+    /// segment.
     pub(crate) fn staged_rank(socket: &Path, engine: &str, slots: u32, run: [u8; 16]) -> (Self, OwnedFd) {
         let segment = rustix::fs::memfd_create("staging", MemfdFlags::CLOEXEC).unwrap();
         let (offset, stride) = (STAGING_WORDS_BYTES as u64, BLOCK_BYTES.next_multiple_of(4096));
@@ -166,7 +168,7 @@ impl Session {
         self.ring();
     }
 
-    /// Posts as many of these slots as there is room for, all visible at once; how many.
+    /// Posts as many of these slots as the ring has room for, all visible at once. Returns their number.
     pub(crate) fn post_all(&mut self, slots: &[Slot]) -> usize {
         let count = slots.len().min(self.submissions.free().unwrap() as usize);
         slots[..count].iter().for_each(|slot| self.submissions.push(slot));
@@ -175,7 +177,7 @@ impl Session {
         count
     }
 
-    /// Posts all of these slots, as there is room.
+    /// Posts all of these slots, as room comes.
     pub(crate) fn post_whole(&mut self, slots: &[Slot]) {
         let mut posted = 0;
         watch("room for all messages", || {
@@ -190,7 +192,7 @@ impl Session {
         watch("messages read", || (ring.load_head() == ring.load_tail()).then_some(()));
     }
 
-    /// The submission ring's words, to lie about them.
+    /// The submission ring's words, for wrong values.
     pub(crate) fn submission(&self) -> RegionRing {
         self.memory.ring(Ring::Submission)
     }
@@ -232,7 +234,7 @@ impl Session {
         self.outcome(op)
     }
 
-    /// Asks the same until the sidecar knows every rank; the answer.
+    /// Repeats a query until the sidecar knows every rank, and returns the answer.
     pub(crate) fn query_ready(&mut self, log: u32, op: u64, count: u32) -> Outcome {
         watch("an answer to an engine whose ranks have joined", || {
             Some(self.query(log, op, count)).filter(|outcome| outcome.status == Status::Ok)
@@ -272,7 +274,7 @@ impl Session {
         self.next_completion().map(|slot| Saved::decode_slot(&slot))
     }
 
-    /// A rank whose saves are staged: the next block that is asked for.
+    /// The next block for a rank with staged saves.
     pub(crate) fn stage(&mut self) -> StageRequest {
         watch("a block asked for", || self.next_completion().map(|slot| StageRequest::decode_slot(&slot)))
     }
@@ -297,7 +299,7 @@ impl Session {
         self.memory.region().word64(header::SIDECAR_HEARTBEAT).load(std::sync::atomic::Ordering::Relaxed)
     }
 
-    /// Whether the sidecar's process and all its files are gone, looked at once.
+    /// Returns true if the sidecar's process has ended; does not wait.
     pub(crate) fn sidecar_gone(&self) -> bool {
         let mut watched = [PollFd::new(&self.pidfd, PollFlags::IN)];
         rustix::event::poll(&mut watched, Some(&Timespec::default())).expect("a descriptor to poll") > 0
@@ -308,7 +310,7 @@ impl Session {
         self.closed_after("what it did");
     }
 
-    /// The same; `what` names the cause if it does not come.
+    /// The same; the panic names `what` if no hang-up comes.
     pub(crate) fn closed_after(&self, what: &str) {
         match transport::receive_record(&self.socket) {
             Ok((record, _)) => assert!(record.is_empty(), "a record after {what}"),
@@ -328,7 +330,7 @@ pub(crate) fn query(op: u64, count: u32) -> SchedulerRequest {
     })
 }
 
-/// SAVE of keys `from..` of log 0 once step `step` is done; [`Session::with_blocks`] says how many.
+/// SAVE of keys `from..` of log 0 after step `step`; [`Session::with_blocks`] sets their number.
 pub(crate) fn save(op: u64, from: u32, step: u64) -> SchedulerRequest {
     SchedulerRequest::Save(Save {
         op,
@@ -400,7 +402,7 @@ impl Kv {
         Role::Worker(self.stated(model, rank, shards, copy))
     }
 
-    /// What such a worker says.
+    /// The statements of such a worker.
     pub(crate) fn stated(&self, model: &str, rank: u32, shards: u32, copy: Copier) -> WorkerHello {
         let facts = BTreeMap::from([("model".to_owned(), model.to_owned())]);
         let regions = self.regions.clone();

@@ -32,12 +32,12 @@ pub(crate) fn free_port() -> u16 {
 }
 
 impl Sidecar {
-    /// One that listens in `folder` and logs there, with further arguments; all its addresses are bound.
+    /// A sidecar with its socket and log in `folder`, and more arguments; all its addresses are bound.
     pub(crate) fn start(folder: &Path, arguments: &[&dyn AsRef<OsStr>]) -> Self {
         Self::start_by(Command::new(env!("CARGO_BIN_EXE_pillion")), folder, arguments)
     }
 
-    /// One that the kernel gives no io_uring.
+    /// A sidecar without io_uring from the kernel.
     pub(crate) fn start_without_io_uring(folder: &Path, arguments: &[&dyn AsRef<OsStr>]) -> Self {
         let mut command = Command::new("python3");
         command.arg(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/client/without_io_uring.py"));
@@ -45,16 +45,16 @@ impl Sidecar {
         Self::start_by(command, folder, arguments)
     }
 
-    /// One that `command` begins, which the arguments of `pillion` follow.
+    /// A sidecar by `command`, which gets the arguments of `pillion`.
     pub(crate) fn start_by(mut command: Command, folder: &Path, arguments: &[&dyn AsRef<OsStr>]) -> Self {
         let (socket, port) = (folder.join("p.sock"), free_port());
-        // What a GPU's driver opens would count as a leak.
+        // A GPU driver's open files would count as a leak.
         command.args(["serve", "--gpu", "off", "--http", &format!("127.0.0.1:{port}"), "--socket"]);
         command.arg(&socket).args(arguments);
         Self::spawn(command, folder, port)
     }
 
-    /// The same where `command` is whole, and listens at `port` and in `folder`.
+    /// The same by a complete `command` with this port and folder.
     pub(crate) fn spawn(mut command: Command, folder: &Path, port: u16) -> Self {
         let log = std::fs::File::create(folder.join("log")).unwrap();
         let process = command.stderr(Stdio::from(log)).spawn().unwrap();
@@ -71,23 +71,23 @@ impl Sidecar {
         Pid::from_raw(self.process.id() as i32)
     }
 
-    /// That it has not ended.
+    /// Returns true if the sidecar has not ended.
     pub(crate) fn is_alive(&mut self) -> bool {
         self.process.try_wait().unwrap().is_none()
     }
 
-    /// Where it is controlled.
+    /// The address of its control socket.
     pub(crate) fn control(&self) -> ControlTarget {
         ControlTarget::Unix(self.socket.with_extension("control.sock"))
     }
 
-    /// What a control request is answered.
+    /// The answer to a control request.
     pub(crate) fn ask(&self, method: &str, path: &str, body: &Value) -> Result<Value, CtlError> {
         let answer = ctl::send_request(&self.control(), method, path, &body.to_string())?;
         Ok(serde_json::from_str(&answer).expect("JSON"))
     }
 
-    /// Where its pages are.
+    /// The address of its pages.
     pub(crate) fn http(&self) -> String {
         format!("127.0.0.1:{}", self.port)
     }
@@ -105,12 +105,12 @@ impl Sidecar {
         text.split_once("\r\n\r\n").map(|(head, body)| (head.to_owned(), body.to_owned()))
     }
 
-    /// Waits until nothing of the start is left to do.
+    /// Waits until the sidecar has finished its start.
     pub(crate) fn wait_started(&self) {
         watch("all in service", || self.page("/readyz").filter(|text| text == "ready\n"));
     }
 
-    /// Whether this line is in the page of metrics.
+    /// Returns true if this line is in the page of metrics.
     pub(crate) fn shows(&self, line: &str) -> bool {
         self.page("/metrics").is_some_and(|page| page.lines().any(|found| found == line))
     }
@@ -124,7 +124,7 @@ impl Sidecar {
         self.samples(name).unwrap_or_else(|| panic!("no metric {name}"))
     }
 
-    /// The sum of a metric's samples; one with labels has none before the first thing that it tells of.
+    /// The sum of a metric's samples; `None` for one with labels before its first event.
     fn samples(&self, name: &str) -> Option<u64> {
         let page = self.page("/metrics").expect("metrics");
         let values = page.lines().filter_map(|line| {
@@ -136,7 +136,7 @@ impl Sidecar {
         values.reduce(|sum, value| sum + value)
     }
 
-    /// Waits until a metric is what it should be.
+    /// Waits until a metric has a wanted value.
     pub(crate) fn wait_metric(&self, name: &str, wanted: impl Fn(u64) -> bool) -> u64 {
         watch(name, || self.samples(name).filter(|value| wanted(*value)))
     }
@@ -154,7 +154,7 @@ impl Sidecar {
         kill(self.pid(), signal).unwrap();
     }
 
-    /// SIGTERM; its exit status must say that all went well.
+    /// Sends SIGTERM; the exit status must be 0.
     pub(crate) fn terminate(self) {
         self.signal(Signal::SIGTERM);
         assert_eq!(self.wait(), Some(0));

@@ -1,4 +1,4 @@
-//! The handshake: records, descriptors and callers that must be turned away, each with a text that says why.
+//! The handshake: hostile records, descriptors and callers are refused, each with a reason.
 
 use std::io::IoSlice;
 use std::mem::MaybeUninit;
@@ -18,7 +18,8 @@ use shm_protocol::{PROTOCOL_OLDEST, PROTOCOL_VERSION, transport};
 use crate::client::{BLOCKS, Kv, Session, WATCHDOG, greet, hello, save, watch};
 use crate::scene::{Pillion, Scene, key, run_id, villain, worker};
 
-/// Sends a record as it is, with these descriptors; what the sidecar answers before it hangs up. `None`: nothing.
+/// Sends a record with these descriptors. Returns the sidecar's answer before its hang-up; `None` without an
+/// answer.
 fn say(socket: &Path, record: &[u8], descriptors: &[BorrowedFd<'_>]) -> Option<Reply> {
     let connection = transport::connect_socket(socket, WATCHDOG).unwrap();
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(250))];
@@ -83,7 +84,7 @@ fn records_that_are_no_hello_are_refused() {
         assert!(text.contains(expected), "{name}: {text}");
     }
     assert_eq!(say(&scene.pillion.socket, b"", &[]), None, "an empty record is a hang-up");
-    // Whatever one byte changes, the answer is one of the two.
+    // With any byte changed, the answer is a welcome or a refusal.
     for at in 0..good.len() {
         let mut record = good.clone();
         record[at] ^= 0xff;
@@ -92,7 +93,7 @@ fn records_that_are_no_hello_are_refused() {
     scene.assert_unharmed("records that are no hello");
 }
 
-/// A well-formed record whose role's name is longer than any reply may be.
+/// A well-formed record with a role's name longer than any reply may be.
 fn long_role() -> Vec<u8> {
     let mut record = b"\xa4\x67version\x02\x66engine\x61e\x6aworld_size\x01\x64role\xa1\x79\xea\x60".to_vec();
     record.extend(std::iter::repeat_n(b'r', 60_000));
@@ -109,7 +110,7 @@ fn versions_from_the_past_and_the_future_are_told_both_numbers() {
         let text = reason(say(&scene.pillion.socket, &handshake::encode_record(&hello), &[]), "a version");
         assert!(text.contains(&format!("version {version} (release 9.1)")) && text.contains(&own), "{text}");
     }
-    // A later release that speaks this version as well.
+    // A later release with this version among its own.
     let later = Hello { version: 99, oldest: Some(PROTOCOL_VERSION), ..scheduler(1) };
     match say(&scene.pillion.socket, &handshake::encode_record(&later), &[]) {
         Some(Reply::Welcome(welcome)) => {
@@ -117,14 +118,14 @@ fn versions_from_the_past_and_the_future_are_told_both_numbers() {
         }
         other => panic!("a later release: {other:?}"),
     }
-    // A record of which only the version is known.
+    // A record with a known version alone.
     let future = b"\xa2\x67version\x19\x03\xe8\x65shape\xa1\x61x\xf6";
     let text = reason(say(&scene.pillion.socket, future, &[]), "a record of the future");
     assert!(text.contains("version 1000"), "{text}");
     scene.assert_unharmed("other versions");
 }
 
-/// What a hello's field is changed to, and what the refusal names.
+/// The change of a hello's field, and the word in its refusal.
 type Lie = (fn(&mut Hello, &mut handshake::WorkerHello), &'static str);
 
 #[test]
@@ -220,7 +221,7 @@ fn descriptors_that_are_not_what_was_said_are_refused() {
     scene.assert_unharmed("wrong descriptors");
 }
 
-/// Memory that shrinks, or forbids writing, after the handshake: copies fail, nothing else.
+/// Memory that shrinks, or forbids writing, after the handshake: only its copies fail.
 #[test]
 fn memory_that_changes_after_the_handshake_fails_its_own_copies() {
     let mut scene = Scene::start();
@@ -253,7 +254,7 @@ fn memory_that_changes_after_the_handshake_fails_its_own_copies() {
         rank.fences(1, 0);
         rank.ring();
         let expected = if seal { Status::Failed } else { Status::Ok };
-        // A file that was cut grows again under the copy's writes: the engine's own loss.
+        // A shortened file grows again under the copy's writes: the engine's own loss.
         assert_eq!(rank.outcome(5).status, expected, "sealed: {seal}");
         rank_loaded(rank);
         drop(scheduler);
@@ -261,7 +262,7 @@ fn memory_that_changes_after_the_handshake_fails_its_own_copies() {
     }
 }
 
-/// A rank ends what the sidecar could not.
+/// The rank ends a load failed in the sidecar.
 fn rank_loaded(mut rank: Session) {
     rank.post(WorkerRequest::Loaded { op: 5, end: LoadEnd::Failed });
 }
@@ -285,7 +286,7 @@ fn a_record_after_the_handshake_ends_its_session() {
     }
 }
 
-/// Callers who never take their answer, and callers who leave before it.
+/// Callers without a read of their answer, and callers gone before it.
 #[test]
 fn callers_that_do_not_read_or_do_not_wait_leave_nothing() {
     let mut scene = Scene::start();
@@ -308,7 +309,8 @@ fn callers_that_do_not_read_or_do_not_wait_leave_nothing() {
     scene.assert_unharmed("callers that do not read");
 }
 
-/// Out of descriptors: callers are refused or wait, whoever is connected is served, and all is well afterwards.
+/// Without free descriptors, callers are refused or wait, connected engines are served, and later callers are
+/// served too.
 #[test]
 fn without_descriptors_nobody_who_is_connected_notices() {
     let mut scene = Scene::start();
@@ -346,13 +348,13 @@ fn set_limit(pillion: &Pillion, files: u64) {
     rustix::process::prlimit(pid, rustix::process::Resource::Nofile, limit).unwrap();
 }
 
-// === who may come ===
+// === users ===
 
 const STRANGER: u32 = 54_321;
 const GROUP: u32 = 54_322;
 const TEST: &str = "admission::callers_are_told_apart_by_their_credentials";
 
-/// The part of the test that runs as somebody else: says what it was answered.
+/// The part of the test that runs as another user: prints the answer.
 fn call_as_ordered() -> bool {
     let Some(socket) = std::env::var_os("PILLION_TEST_CALL") else { return false };
     let outcome = match transport::connect_socket(Path::new(&socket), WATCHDOG) {
@@ -404,16 +406,17 @@ fn callers_are_told_apart_by_their_credentials() {
     assert!(kept_out.contains("no connection") && kept_out.contains("Permission denied"), "{kept_out}");
     let served = call(&socket, &[&uid, &member, "--clear-groups"]);
     assert!(served.starts_with("Welcome"), "by its process's group: {served}");
-    // The mode lets it in; the credentials of a socket tell no supplementary groups, and no group lists this user.
+    // The mode permits this user; but a socket's credentials have no supplementary groups, and no group lists
+    // this user.
     let supplementary = call(&socket, &[&uid, &gid, &format!("--groups={GROUP}")]);
     assert!(supplementary.starts_with("Refused"), "by a supplementary group: {supplementary}");
 
-    // Whoever gets past the mode is still asked who it is.
+    // A user permitted by the mode must still pass the check of its credentials.
     std::fs::set_permissions(&socket, std::fs::Permissions::from_mode(0o666)).unwrap();
     let refused = call(&socket, &[&uid, &gid, "--clear-groups"]);
     assert!(refused.starts_with("Refused") && refused.contains("--socket-group"), "{refused}");
     assert!(refused.contains(&STRANGER.to_string()), "{refused}");
-    // Each call connects twice, and who hangs up may be gone before it is refused.
+    // Each call connects twice, and a caller may hang up before it is refused.
     assert!(scene.pillion.refused("user") >= 2);
     scene.assert_unharmed("strangers");
 
@@ -425,7 +428,7 @@ fn callers_are_told_apart_by_their_credentials() {
     assert!(refused.starts_with("Refused"), "no group was named: {refused}");
 }
 
-/// Who may send descriptors for which the copier is the engine needs no write access.
+/// An engine that copies for itself may send descriptors without write access.
 #[test]
 fn an_engine_that_copies_for_itself_may_show_read_only_memory() {
     let mut scene = Scene::start();

@@ -1,4 +1,4 @@
-//! The control socket: requests that are too large, too slow or cut short, and more connections than are served.
+//! The control socket under requests too large, too slow or cut short, and under too many connections.
 
 use std::io::{Read, Write};
 use std::net::Shutdown;
@@ -21,7 +21,8 @@ fn socket(scene: &Scene) -> PathBuf {
     scene.pillion.socket.with_extension("control.sock")
 }
 
-/// What comes back until the sidecar hangs up. One that has enough of what is sent may reset the connection.
+/// The bytes up to the sidecar's hang-up. A sidecar that needs no more bytes of a request may reset the
+/// connection.
 fn answer(mut stream: UnixStream) -> String {
     let mut text = Vec::new();
     let _ = stream.read_to_end(&mut text);
@@ -35,7 +36,7 @@ fn say(scene: &Scene, request: &[u8]) -> String {
     answer(stream)
 }
 
-/// An ordinary request, which must be answered whatever went on before.
+/// An ordinary request, answered after any earlier one.
 fn assert_answers(scene: &Scene) {
     let page = ctl::send_request(&ControlTarget::Unix(socket(scene)), "GET", "/namespaces", "").unwrap();
     assert!(page.contains("\"good\""), "{page}");
@@ -73,7 +74,7 @@ fn requests_that_are_none_are_refused() {
         "{many:?}"
     );
     assert_answers(&scene);
-    scene.assert_unharmed("requests that are none");
+    scene.assert_unharmed("malformed requests");
 }
 
 #[test]
@@ -119,7 +120,7 @@ fn a_hundred_connections_wait_their_turn() {
     assert!(metrics.contains_key("blocks"), "the admin pages answer");
     drop(idle);
     assert_answers(&scene);
-    // All of them at once, each with a count of every block.
+    // All requests at once, each with a count of every block.
     let asking: Vec<UnixStream> = (0..100)
         .map(|_| {
             let mut stream = connect(&scene);

@@ -1,4 +1,5 @@
-//! An engine's death by SIGKILL with everything in flight: what it held is given back, and nothing half-written stays.
+//! An engine's death by SIGKILL with all operations in flight: its resources are freed, and no half-written
+//! block stays.
 
 use std::io::{BufRead, BufReader};
 use std::path::Path;
@@ -16,12 +17,12 @@ use crate::client::{BLOCK_BYTES, Kv, Session, hello, save, watch};
 use crate::scene::{Holdings, OWN_SESSIONS, Scene, key, run_id};
 
 const TEST: &str = "death::a_killed_engine_leaves_nothing_behind";
-/// How often it is done, for the figures.
+/// Count of deaths, for the figures.
 const DEATHS: u64 = 5;
-/// Blocks that are kept, of which each is leased; as many more are being saved.
+/// Kept blocks, each of them leased; as many more are under save.
 const KEPT: u32 = 60;
 
-/// The engine that is to die: its two sessions and its memory, in a process of their own.
+/// The engine to kill: its two sessions and its memory, in a process of its own.
 fn engine_to_die() -> bool {
     let Some(socket) = std::env::var_os("PILLION_TEST_DIE") else { return false };
     let number: u64 = std::env::var_os("PILLION_TEST_NUMBER").unwrap().to_str().unwrap().parse().unwrap();
@@ -40,7 +41,7 @@ fn engine_to_die() -> bool {
     scheduler.with_blocks(save(2, 0, 0), &blocks);
     rank.ring();
     assert_eq!(scheduler.saved().committed, KEPT);
-    // A lease, a load that its ranks would copy, one that waits for its step, and a save that does.
+    // A lease, a load copied by its ranks, a load without its step yet, and a save without it.
     for (log, op) in [(0, 3), (1, 4), (2, 5)] {
         assert_eq!(scheduler.query(log, op, KEPT).value, KEPT);
     }
@@ -71,7 +72,7 @@ fn engine_to_die() -> bool {
     }
 }
 
-/// Starts it; where it is to have an heir, a child that keeps its sockets open, with that one's number.
+/// Starts the engine. With `heir` it forks a child with its sockets open; returns the child's number.
 fn start(scene: &Scene, number: u64, heir: bool) -> (Child, Option<Pid>) {
     let mut command = Command::new(std::env::current_exe().unwrap());
     if heir {
@@ -94,7 +95,7 @@ fn start(scene: &Scene, number: u64, heir: bool) -> (Child, Option<Pid>) {
     (child, heir)
 }
 
-/// Slots of the pool that are being filled, by the headers that every engine can read.
+/// Count of the pool's slots under a save, by the headers, readable by every engine.
 fn filling(pool: &Region) -> usize {
     let load = |at: u64| pool.load64(at as usize);
     let geometry = Geometry::new(load(pool::header::SEGMENT_BYTES), BLOCK_BYTES).unwrap();
@@ -117,7 +118,7 @@ fn a_killed_engine_leaves_nothing_behind() {
         return;
     }
     let mut scene = Scene::start();
-    // Only to read the pool by.
+    // A session only for reading the pool.
     let observer = Session::scheduler(&scene.pillion.socket, "observer", 1, run_id(999));
     let parked = scene.park();
     // The page may lag behind the observer's welcome.
@@ -147,7 +148,7 @@ fn a_killed_engine_leaves_nothing_behind() {
     scene.assert_unharmed("deaths");
 }
 
-/// A child that the engine forked has everything open that the engine had.
+/// The engine's forked child has the same files open.
 #[test]
 fn a_killed_engine_leaves_nothing_behind_although_a_child_keeps_its_sockets() {
     let mut scene = Scene::start();
@@ -163,6 +164,6 @@ fn a_killed_engine_leaves_nothing_behind_although_a_child_keeps_its_sockets() {
         scene.pillion.holdings().within(&before).then_some(())
     });
     kill(heir, None).expect("the child lives, with the sockets open");
-    scene.assert_unharmed("an engine's death that its child outlives");
+    scene.assert_unharmed("an engine's death before its child's");
     kill(heir, Signal::SIGKILL).unwrap();
 }

@@ -1,4 +1,4 @@
-//! Peers that ask for more than their share: the others are answered while it goes on, and each flood has an end.
+//! Engines with too many posts: other engines are answered meanwhile, and each flood has an end.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -10,13 +10,14 @@ use shm_protocol::transport;
 use crate::client::{BLOCK_BYTES, Kv, Session, WATCHDOG, greet, hello, query, save, watch};
 use crate::scene::{POOL_BYTES, Scene, key, run_id, villain};
 
-/// Sessions that `pillion` serves at once, and greetings that it listens to at once.
+/// Most sessions of `pillion` at once, and most greetings read at once.
 const SESSIONS_MAX: usize = 256;
 const GREETINGS_MAX: usize = 64;
-/// Rounds of the good engine that a flood must go on for.
+/// Rounds of the good engine under each flood.
 const ROUNDS: usize = 5;
 
-/// Posts `slots` for ever, and asserts that the good engine is served in the meantime and the flood goes on.
+/// Posts `slots` without end, and asserts that the good engine is served in the meantime and the flood goes
+/// on.
 fn flood(scene: &Scene, session: &mut Session, slots: &[Slot]) {
     let (stop, posted) = (AtomicBool::new(false), AtomicU64::new(0));
     std::thread::scope(|scope| {
@@ -40,7 +41,7 @@ fn many(message: Message) -> Vec<Slot> {
     vec![message.encode_slot(); SUBMISSION_SLOTS]
 }
 
-/// An engine with the longest log that one QUERY may name.
+/// An engine with the longest log of one QUERY.
 fn engine_with_keys(scene: &Scene) -> (Session, Session) {
     let (mut scheduler, rank) = scene.villain();
     scheduler.open_log(0, &(0..QUERY_KEYS as u64).map(|n| key(50_000_000 + n)).collect::<Vec<_>>());
@@ -92,7 +93,7 @@ fn messages_of_every_kind_without_end_leave_a_neighbour_its_answers() {
     for (name, slots) in turns {
         let (mut scheduler, rank) = engine_with_keys(&scene);
         if name.starts_with("logs") {
-            // Whole logs only, so that no log is opened twice.
+            // Whole logs only: no log is opened twice.
             for _ in 0..ROUNDS {
                 scheduler.post_whole(&slots);
                 scheduler.wait_read();
@@ -106,7 +107,7 @@ fn messages_of_every_kind_without_end_leave_a_neighbour_its_answers() {
     }
 }
 
-/// Every log open, and every message a SALT that ends the leases of all of them.
+/// Every log open, and every message a SALT to end the leases of all of them.
 #[test]
 fn salts_over_all_logs_leave_a_neighbour_its_answers() {
     let mut scene = Scene::start();
@@ -119,7 +120,7 @@ fn salts_over_all_logs_leave_a_neighbour_its_answers() {
     scene.assert_unharmed("salts over all logs");
 }
 
-/// Namespaces are for everybody: one engine's resets must not use them up.
+/// Namespaces are shared: one engine's resets must not use them up.
 #[test]
 fn resets_without_end_leave_a_new_engine_its_namespace() {
     let mut scene = Scene::start();
@@ -140,7 +141,7 @@ fn resets_without_end_leave_a_new_engine_its_namespace() {
     scene.assert_unharmed("resets without end");
 }
 
-/// LOADED of operations that no scheduler posted: kept for a while, never without bound.
+/// LOADED of operations without a scheduler's post: kept for a while, always bounded.
 #[test]
 fn loads_reported_that_nobody_posted_end_their_session() {
     let mut scene = Scene::start();
@@ -161,7 +162,7 @@ fn loads_reported_that_nobody_posted_end_their_session() {
     scene.assert_unharmed("reports without end");
 }
 
-/// Saves and loads that never start are bounded as the protocol says: 4,096 of each.
+/// Saves and loads without a start are bounded by the protocol: 4,096 of each.
 #[test]
 fn operations_that_never_start_are_bounded() {
     let mut scene = Scene::start();
@@ -191,7 +192,7 @@ fn operations_that_never_start_are_bounded() {
     scene.assert_unharmed("promises without end");
 }
 
-/// Saves of more blocks than the pool has room for, whose step never comes: they take none of it.
+/// Saves of more blocks than the pool has room for, waiting for a step without end: they take no room.
 #[test]
 fn saves_that_never_start_leave_a_neighbour_the_pool() {
     let mut scene = Scene::start();
@@ -232,7 +233,7 @@ fn an_engine_that_never_reads_its_completions_is_closed() {
 fn silent_callers_keep_nobody_out() {
     let mut scene = Scene::start();
     let call = || transport::connect_socket(&scene.pillion.socket, WATCHDOG).unwrap();
-    // As many as are listened to and as wait in the backlog.
+    // As many callers as the sidecar reads at once, and as the backlog has room for.
     let silent: Vec<_> = (0..GREETINGS_MAX + 32).map(|_| call()).collect();
     drop(villain(&scene.pillion.socket, &Kv::new(), "villain"));
     for socket in &silent {

@@ -1,6 +1,7 @@
-//! Engines that hold as much as they can get: a neighbour that is at work keeps its share of the pool, and room for what it saves.
+//! Engines that take all they can get: a working neighbour keeps its share of the pool, and room for its
+//! saves.
 //!
-//! Whoever hoards takes turns with its neighbour, so that neither is idle for long.
+//! Hoarder and neighbour take turns, so that neither is idle for long.
 
 use std::os::fd::OwnedFd;
 use std::path::Path;
@@ -25,24 +26,25 @@ const SETS: u64 = 5;
 const SET: u64 = 100;
 /// More sets than the pool has room for.
 const TOO_MANY: u64 = 12;
-/// Staging slots of a rank that never hands anything over.
+/// Staging slots of a rank that hands no block over.
 const SLOTS: u32 = 4;
-/// The longest time between two works of a neighbour that is at work all the while: less than the sidecar's second.
+/// The longest pause of a neighbour that counts as working: less than the sidecar's second.
 const IDLE_MAX: Duration = Duration::from_millis(800);
-/// Hoarders whose saves are given up one after another, at most.
+/// Most hoarders with saves given up one after another.
 const LIVES_MAX: u64 = 50;
-/// Queries beside a flood: so many at least, and on a busy machine so many at most, until so many of 100 kept their
-/// core. Where an engine is not read in small parts, 3 of 100 look like those.
+/// Fewest and most queries beside a flood, until this percentage of them kept their core. If an engine is not
+/// read in small parts, 3 of 100 look like kept ones.
 const TRIES: [usize; 2] = [100, 1000];
 const KEPT_PERCENT: usize = 11;
-/// Fewer messages of a flood than these are read before a neighbour's answer.
+/// Fewer messages of the flood are read before the neighbour's answer.
 const READ_MAX: u32 = 600;
 
 struct Scene {
     pillion: Sidecar,
     neighbour: Engine,
     stamp: u64,
-    /// When the neighbour began what it did last, and the longest time from such a begin to the end of what came next.
+    /// The begin of the neighbour's last work, and the longest time from such a begin to the end of its next
+    /// work.
     worked: Option<Instant>,
     idle: Duration,
     _folder: TempDir,
@@ -71,8 +73,8 @@ impl Scene {
         keys
     }
 
-    /// It asks for sets of its own and compares every byte of what is found, which must be nine tenths of them. `None`
-    /// where it was not at work all the while.
+    /// Queries sets of its own and compares every served byte; nine tenths of the blocks must be served.
+    /// `None` if the neighbour paused for too long.
     fn assert_found(&mut self, sets: &[Vec<BlockHash>]) -> Option<()> {
         self.work();
         let (mut found, mut wrong) = (0, 0);
@@ -88,7 +90,7 @@ impl Scene {
         Some(())
     }
 
-    /// It is at work.
+    /// Notes work of the neighbour.
     fn work(&mut self) {
         let began = now();
         self.neighbour.served(&[key(1)]);
@@ -97,7 +99,7 @@ impl Scene {
         }
     }
 
-    /// Whether it was at work all the while up to its last work.
+    /// Returns `None` if the neighbour paused for too long before its last work.
     fn was_at_work(&self) -> Option<()> {
         (self.idle < IDLE_MAX).then_some(())
     }
@@ -115,7 +117,7 @@ fn keys(number: u64) -> Vec<BlockHash> {
     (0..SET).map(|at| key(1_000_000 + number * SET + at)).collect()
 }
 
-/// A hoarder saves a set of new blocks, whose step is done.
+/// A hoarder saves a set of new blocks, after their step.
 fn hoard(scheduler: &mut Session, number: u64) {
     let log = number as u32;
     scheduler.open_log(log, &keys(number));
@@ -154,7 +156,7 @@ fn leases_of_all_there_is_leave_a_neighbour_room() {
 
 fn leases_of_all_there_is() -> Option<()> {
     let mut scene = Scene::start();
-    // In the neighbour's namespace: what that keeps is leased, too.
+    // In the neighbour's namespace: the neighbour's blocks are leased too.
     let (mut scheduler, _rank) = villain(scene.socket(), &Kv::new(), "tiny");
     for number in 0..SETS {
         scene.work();
@@ -166,7 +168,7 @@ fn leases_of_all_there_is() -> Option<()> {
         scene.assert_found(std::slice::from_ref(&set))?;
         let theirs = (SETS + round) as u32;
         scheduler.open_log(theirs, &set);
-        // Those that it has are renewed for ever.
+        // Its leases are renewed again and again.
         leased = 0;
         for log in 0..=theirs {
             scene.work();
@@ -177,7 +179,10 @@ fn leases_of_all_there_is() -> Option<()> {
     scene.work();
     scene.was_at_work()?;
     assert!(u64::from(leased) > 4 * SET, "it goes on: {leased}");
-    assert!(scene.pillion.metric("pillion_leases_cut_total") > 0, "and is told of less than is kept");
+    assert!(
+        scene.pillion.metric("pillion_leases_cut_total") > 0,
+        "and its answers are shorter than the kept runs"
+    );
     Some(())
 }
 
@@ -191,7 +196,7 @@ fn fillings_that_never_end() -> Option<()> {
     let (mut hoarder, mut lives, mut rounds) = (None::<(Session, Session, OwnedFd)>, 0, 0);
     while rounds < SETS {
         scene.work();
-        // A new one when the last one's saves were given up.
+        // A new hoarder, once the last one's saves were given up.
         if hoarder.is_none() || scene.held("filling") == 0 {
             lives += 1;
             assert!(lives <= LIVES_MAX, "saves are given up before they hold much");
@@ -230,12 +235,13 @@ fn saves_never_accepted() -> Option<()> {
         let set = scene.save();
         scene.assert_found(&[set])?;
     }
-    assert!(scene.held("filling") > 4 * SET * BLOCK_BYTES, "it holds what it can get");
+    assert!(scene.held("filling") > 4 * SET * BLOCK_BYTES, "it holds all it can get");
     assert_eq!(scene.held("kept"), 0, "and nothing of it is found");
     Some(())
 }
 
-/// Counted in the flood's messages that are read while the neighbour waits: of an engine alone a turn takes 1,297 of them.
+/// Counted in the flood's messages read while the neighbour waits: alone, an engine has 1,297 of them read in
+/// a turn.
 #[test]
 fn a_flood_of_queries_is_read_in_small_parts_beside_a_neighbour() {
     let mut scene = Scene::start();
@@ -284,7 +290,7 @@ fn a_flood_of_queries_is_read_in_small_parts_beside_a_neighbour() {
     assert!(kept * 100 >= KEPT_PERCENT * read.len(), "{read:?} messages of the flood were read first");
 }
 
-/// An engine whose rank is asked for blocks of many saves, and hands over none.
+/// An engine with saves under way, and with a rank that hands no block over.
 fn silent(socket: &Path, life: u64) -> (Session, Session, OwnedFd) {
     let run = run_id(0xf111 << 32 | life);
     let (rank, segment) = Session::staged_rank(socket, "hoarder", SLOTS, run);

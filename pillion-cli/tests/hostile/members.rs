@@ -7,7 +7,7 @@ use shm_protocol::request::{LoadEnd, SchedulerRequest, WorkerRequest};
 use crate::client::{BLOCKS, Kv, Session, greet, hello, query, save, watch};
 use crate::scene::{Scene, key, run_id};
 
-/// Bytes of a region that is far larger than the slots of the blocks before it.
+/// Bytes of a region far larger than the slots of the earlier blocks.
 const LARGE_BYTES: u64 = 1 << 20;
 
 fn rank_of(scene: &Scene, kv: &Kv, hello: &Hello, run: [u8; 16]) -> Session {
@@ -32,7 +32,7 @@ fn large_kv() -> Kv {
     kv
 }
 
-/// Two schedulers claim one run; its rank leaves; the first goes on posting.
+/// Two schedulers claim one run; its rank leaves; the first scheduler goes on posting.
 #[test]
 fn a_run_claimed_twice_harms_nobody_else() {
     let mut scene = Scene::start();
@@ -58,8 +58,8 @@ fn a_run_claimed_twice_harms_nobody_else() {
     }
 }
 
-/// A save waits for its step; meanwhile its rank is to be replaced by one of far larger blocks. With the same facts it is refused;
-/// with others it does not take part. Nothing may be copied beyond the slots that were taken.
+/// A save waits for its step; meanwhile a rank of far larger blocks comes in place of the first. With the
+/// same facts it is refused; with others it does not take part. No copy may go beyond the slots of the save.
 #[test]
 fn a_rank_of_another_form_never_copies_into_slots_taken_before() {
     let mut scene = Scene::start();
@@ -71,7 +71,7 @@ fn a_rank_of_another_form_never_copies_into_slots_taken_before() {
     for (op, from) in (0..40).map(|n| (1000 + n, n as u32)) {
         scheduler.with_blocks(save(op, from, 8), &[1]);
     }
-    // The form of the engine's blocks is asked for again from here on.
+    // The form of the engine's blocks is checked again from here on.
     scheduler.post(SchedulerRequest::Salt { salt: [9; 16] });
     let larger_kv = large_kv();
     let hello = large(&larger_kv, "twins");
@@ -85,7 +85,7 @@ fn a_rank_of_another_form_never_copies_into_slots_taken_before() {
     larger.ring();
     rank.fences(8, 8);
     rank.ring();
-    // The good engine compares every byte that it finds, its heirlooms among them.
+    // The good engine compares every byte of its blocks, the oldest among them.
     for _ in 0..10 {
         scene.assert_served();
     }
@@ -93,7 +93,7 @@ fn a_rank_of_another_form_never_copies_into_slots_taken_before() {
     scene.assert_unharmed("a rank of another form");
 }
 
-/// Two ranks say that they are rank 0, and take turns at joining while operations run.
+/// Two ranks state that they are rank 0, and take turns at joining while operations run.
 #[test]
 fn a_rank_that_comes_twice_harms_nobody_else() {
     let mut scene = Scene::start();
@@ -123,12 +123,12 @@ fn a_rank_that_comes_twice_harms_nobody_else() {
     scene.assert_unharmed("a rank that comes twice");
 }
 
-/// Ranks and runs of somebody else: nobody joins what is not theirs.
+/// No rank joins another engine's run.
 #[test]
 fn a_rank_joins_no_run_of_another_engine() {
     let mut scene = Scene::start();
     let kv = Kv::new();
-    // The good engine's run id, known by whatever means.
+    // The good engine's run id, as if leaked.
     let stranger = rank_of(&scene, &kv, &one_rank(&kv), run_id(7));
     stranger.closed_after("a foreign run");
     scene.assert_said(stranger.welcome.session, "name different engines");
@@ -143,7 +143,7 @@ fn a_rank_joins_no_run_of_another_engine() {
     scene.assert_unharmed("foreign ranks");
 }
 
-/// A query that asks for fewer keys than the one before, and then for more: every block gets its own key's bytes.
+/// A query for fewer keys than the one before, and then for more: every block gets its own key's bytes.
 #[test]
 fn a_lease_that_shrinks_and_grows_names_the_right_slots() {
     let mut scene = Scene::start();

@@ -1,4 +1,5 @@
-//! A session's memory used against the sidecar: cursors that jump, slots that change, noise, words that are not theirs.
+//! A session's memory used against the sidecar: cursors that jump, slots that change, noise, and overwritten
+//! words of the sidecar.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -51,7 +52,7 @@ fn a_tail_that_jumps_ends_its_session() {
     scene.assert_unharmed("a tail over nothing");
 }
 
-/// The engine's own words are its own to spoil; the sidecar's, which lie beside them, the sidecar never reads back.
+/// The engine may spoil its own words. The sidecar never reads back its own words beside them.
 #[test]
 fn words_of_the_sidecar_written_by_the_engine_change_nothing() {
     let mut scene = Scene::start();
@@ -81,9 +82,10 @@ fn words_of_the_sidecar_written_by_the_engine_change_nothing() {
     }
 }
 
-/// Posts a query without the client's own ring, whose shared head was spoilt.
+/// Posts a query without the client's own ring: the ring's shared head was spoilt.
 fn ask_once(session: &Session, spoilt: u64, op: u64) -> Status {
-    // Two messages and the first query were read: the sidecar's private head stands at 3, whatever the word says.
+    // Two messages and the first query were read: the sidecar's private head stands at 3, with any value in
+    // the shared word.
     let ring = session.submission();
     let tail = ring.load_tail();
     ring.write_slot(tail % CAPACITY, &Message::from(query(op, 1)).encode_slot());
@@ -94,7 +96,7 @@ fn ask_once(session: &Session, spoilt: u64, op: u64) -> Status {
     answer
 }
 
-/// Fence words may hold anything; they are the engine's.
+/// Fence words belong to the engine, and may have any value.
 #[test]
 fn fences_that_fall_or_leap_serve_nobody_else() {
     let mut scene = Scene::start();
@@ -118,7 +120,7 @@ fn fences_that_fall_or_leap_serve_nobody_else() {
         }
         rank.ring();
     }
-    // The last value covers the first two; the third depends on what was seen in between.
+    // The last value covers the first two; the third depends on the values read in between.
     let mut open = vec![10, 11];
     while !open.is_empty() {
         let op = scheduler.saved().op;
@@ -126,7 +128,7 @@ fn fences_that_fall_or_leap_serve_nobody_else() {
     }
     scheduler.store(header::VOID_SAVES_BELOW, u64::MAX);
     drop((scheduler, rank));
-    // Its first save was whole and stays kept.
+    // The engine's first save was whole and stays kept.
     scene.assert_unharmed("leaping fences");
 }
 
@@ -138,7 +140,7 @@ fn a_completion_head_that_lies_ends_its_session() {
         let closed = scene.pillion.closed("malformed");
         scheduler.open_log(0, &[key(9_200_000)]);
         scheduler.memory.ring(shm_protocol::session::Ring::Completion).store_head(lie);
-        // The head is looked at when the room known of is used up.
+        // The sidecar reads the head again after the known room is used up.
         let save = Message { count: 0, ..Message::new(Kind::Save) };
         let slots: Vec<_> =
             (1..=CAPACITY as u64 / 2).map(|op| Message { op, ..save }.encode_slot()).collect();
@@ -153,7 +155,7 @@ fn a_completion_head_that_lies_ends_its_session() {
     }
 }
 
-/// The whole memory is noise, in every session, again and again.
+/// All words of a session's memory are noise, with many seeds.
 #[test]
 fn noise_ends_its_session_and_nothing_else() {
     let mut scene = Scene::start();
@@ -161,10 +163,11 @@ fn noise_ends_its_session_and_nothing_else() {
         let (scheduler, rank) = scene.villain();
         for session in [&scheduler, &rank] {
             let mut random = Random(seed);
-            // The rings, table and block ids whole; of the key arena, which noise suits, the beginning.
+            // The rings, table and block ids as a whole; only the beginning of the key arena, where noise is
+            // valid.
             for at in (0..1_700_000.min(SESSION_BYTES)).step_by(8) {
                 let noise = random.next();
-                // Every other seed writes messages of real kinds, with noise in every other field.
+                // Every other seed writes messages of known kinds, with noise in every other field.
                 let slot = at >= 4096 && at % 64 == 0;
                 let word = if slot && seed % 2 == 0 { noise & !0xff | (1 + noise % 11) } else { noise };
                 if at != header::SUBMISSION_TAIL {
@@ -184,7 +187,7 @@ fn noise_ends_its_session_and_nothing_else() {
     scene.assert_unharmed("noise");
 }
 
-/// Slots, keys and block ids that are rewritten while the sidecar reads them: it copies each out once.
+/// Slots, keys and block ids that change while the sidecar reads them: it copies each out once.
 #[test]
 fn messages_torn_while_they_are_read_harm_nobody_else() {
     let mut scene = Scene::start();

@@ -1,4 +1,5 @@
-//! Messages that no engine of this version writes: each ends its own session with a reason, or changes nothing.
+//! Messages never written by an engine of this version: each ends its own session with a reason, or changes
+//! nothing.
 
 use shm_protocol::layout::{self, BLOCK_IDS, CHUNKS, LOG_KEYS, LOGS, QUERY_KEYS};
 use shm_protocol::message::{Kind, LOAD_BY_ENGINE, Message, Slot, Status};
@@ -8,22 +9,22 @@ use crate::scene::{Scene, key};
 
 /// Keys of the villain's log, in chunks 0 and 1.
 const KEYS: u32 = 70;
-/// Block ids that lie beyond the rank's memory.
+/// Block ids beyond the rank's memory.
 const BEYOND: [u32; 3] = [BLOCKS, 1 << 31, u32::MAX];
 
-/// An engine whose log 0 has keys.
+/// An engine with keys in log 0.
 struct Villain {
     scheduler: Session,
     rank: Session,
 }
 
-/// Who posts, what, and what the sidecar says about it.
+/// The session of a wrong message, the message, and the sidecar's reason.
 struct Breach {
     name: &'static str,
     by_rank: bool,
     slots: fn() -> Vec<Slot>,
     reason: &'static str,
-    /// `malformed`: wrong by itself; `rejected`: at odds with what was said before.
+    /// `malformed`: wrong by itself; `rejected`: wrong after earlier messages.
     counted: &'static str,
 }
 
@@ -165,7 +166,7 @@ const BREACHES: &[Breach] = &[
     }),
     by_rank(breach("a rank's WEIGHTS without a number", "WEIGHTS with op 0", || one(of(Kind::Weights)))),
     by_rank(at_odds("a rank's WEIGHTS that go back", "WEIGHTS 6 follows WEIGHTS 7", || {
-        // They answer what its scheduler has not said, which unbinds the engine and no more.
+        // They answer a change of weights unknown to their scheduler, so only the engine is unbound.
         [7, 6].map(|op| Message { op, step: 5, ..of(Kind::Weights) }.encode_slot()).to_vec()
     })),
     by_rank(at_odds(
@@ -222,7 +223,7 @@ fn every_breach_closes_its_session_with_a_reason() {
     }
 }
 
-/// What contradicts no rule, or one whose answer is a status, leaves its session able to ask.
+/// An odd message that breaks no rule, or is answered by a status, leaves its session open.
 #[test]
 fn odd_messages_are_answered_and_change_nothing() {
     let mut scene = Scene::start();
@@ -276,7 +277,7 @@ fn odd_messages_are_answered_and_change_nothing() {
     scene.assert_unharmed("odd messages");
 }
 
-/// Every field of every kind at its ends: whatever follows, it follows for that session alone.
+/// Every field of every kind at its ends: the consequences stay in that session.
 #[test]
 fn every_field_of_every_kind_at_its_ends_harms_nobody_else() {
     let mut scene = Scene::start();

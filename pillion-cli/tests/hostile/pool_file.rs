@@ -1,5 +1,5 @@
-//! A pool file that is cut, punched, deleted or replaced under an engine that saves and loads, or changed between two
-//! sidecars: misses, no wrong byte, and a sidecar that lives.
+//! A pool file cut, punched, deleted or replaced under an engine's saves and loads, or changed between two
+//! sidecars: the result is misses and no wrong byte, and the sidecar lives.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -14,12 +14,12 @@ use crate::client::engine::{Engine, SAVED};
 use crate::client::sidecar::Sidecar;
 use crate::client::watch;
 
-/// Where loads go: blocks that nothing is saved from.
+/// Targets of loads: blocks that are not saved.
 const LOADED: std::ops::Range<u32> = 101..127;
 /// Rounds under load after the damage.
 const ROUNDS: u32 = 20;
 
-/// What is done to a pool file, and whether its bytes are lost by it.
+/// A damage of a pool file, and true if it loses the file's bytes.
 type Damage = (&'static str, fn(&Path), bool);
 const DAMAGES: [Damage; 6] = [
     ("cut to nothing", |path| cut(path, 0), true),
@@ -61,8 +61,8 @@ fn cut(path: &Path, bytes: u64) {
     opened(path).set_len(bytes).unwrap();
 }
 
-/// Asks for the first keys and loads what is found; how many blocks were, and the load's end. No byte that a load calls whole is
-/// wrong.
+/// Queries the first keys and loads the served blocks. Returns their number and the load's end. A load that
+/// ends well has no wrong byte.
 fn load(engine: &mut Engine, keys: &[BlockHash]) -> (u32, Option<Status>) {
     let wanted = &keys[..LOADED.len()];
     let (lease, found) = engine.ask_early(wanted);
@@ -97,7 +97,7 @@ fn a_pool_file_that_is_cut_deleted_or_replaced_costs_misses() {
         let kept = engine.save(&mut stamp);
         assert_eq!(load(&mut engine, &kept), (LOADED.len() as u32, Some(Status::Ok)), "{name}");
 
-        // Saves are under way while it happens.
+        // Saves are under way during the damage.
         (0..3).for_each(|_| _ = engine.post_save(&mut stamp));
         damage(&pool);
         let mut served = 0;
@@ -109,12 +109,16 @@ fn a_pool_file_that_is_cut_deleted_or_replaced_costs_misses() {
             sidecar.wait_metric("pillion_pool_lost", |lost| lost == 1);
             assert_eq!(load(&mut engine, &kept), (0, None), "{name}");
             engine.post_save(&mut stamp);
-            assert_eq!(engine.scheduler.saved().committed, 0, "{name}: nothing is kept in what is left");
+            assert_eq!(
+                engine.scheduler.saved().committed,
+                0,
+                "{name}: no block is kept in the rest of the file"
+            );
         } else {
             assert_eq!(served, ROUNDS * LOADED.len() as u32, "{name}: the open file is still there");
         }
         drop(engine);
-        // It ends as it should, and the next one starts on what is there.
+        // The sidecar ends in order, and the next one starts on the rest of the file.
         sidecar.terminate();
         let _ = (!lost).then(|| fs::remove_file(&pool));
         let sidecar = start(folder.path(), &pool);
@@ -126,7 +130,7 @@ fn a_pool_file_that_is_cut_deleted_or_replaced_costs_misses() {
     }
 }
 
-/// Offsets of the header and of the bytes of the block that a pool file keeps under each of `keys`.
+/// Offsets of the slot's header and bytes of each of `keys` in a pool file.
 fn places(path: &Path, keys: &[BlockHash]) -> Vec<(u64, u64)> {
     let bytes = fs::read(path).unwrap();
     let word = |at: usize| u64::from_le_bytes(*bytes[at..].first_chunk().unwrap());
@@ -162,7 +166,7 @@ fn bits_that_were_changed_between_two_sidecars_cost_their_blocks_alone() {
         file.read_exact_at(&mut byte, at).unwrap();
         file.write_all_at(&[byte[0] ^ 16], at).unwrap();
     };
-    // A bit of a block, one of another's hash, and a block that was committed and has no checksum yet.
+    // A bit of a block, a bit of another block's hash, and a committed block without a checksum yet.
     flip(places[10].1 + 1000);
     flip(places[20].0 + slot::HASH);
     file.write_all_at(&[0; 8], places[30].0 + slot::CHECKSUM).unwrap();

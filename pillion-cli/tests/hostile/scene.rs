@@ -1,4 +1,4 @@
-//! A `pillion` process, one engine that behaves well for as long as the scene lasts, and what a leak would change.
+//! A `pillion` process, a good engine for the time of a scene, and the figures to show a leak.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -20,11 +20,11 @@ use crate::client::{BLOCK_BYTES, Kv, Session, WATCHDOG, hello, save, watch};
 
 /// Bytes of the sidecar's pool.
 pub(crate) const POOL_BYTES: u64 = 64 << 20;
-/// Sessions of the engine that behaves well.
+/// Sessions of the good engine.
 pub(crate) const OWN_SESSIONS: u64 = 2;
-/// Key sets that the good engine saves in turn, so that what it keeps stops growing.
+/// Sets of keys saved by the good engine in turn, so that its kept blocks stop growing.
 const SETS: u64 = 50;
-/// Keys that it saves once, and must find again in every round.
+/// Keys saved once by the good engine, and found again in every round.
 const HEIRLOOMS: u64 = 4;
 
 /// The sidecar, ended with the scene.
@@ -34,7 +34,7 @@ pub(crate) struct Pillion {
     folder: TempDir,
 }
 
-/// Everything that must be as before once a hostile peer is gone.
+/// The figures that must be as before after a hostile engine is gone.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Holdings {
     pub(crate) sessions: u64,
@@ -46,7 +46,8 @@ pub(crate) struct Holdings {
 }
 
 impl Holdings {
-    /// Whether nothing is held beyond `before`, which may have counted a descriptor that was just being closed.
+    /// Returns true if no figure is above `before`. A descriptor counted in `before` may have been about to
+    /// close.
     pub(crate) fn within(&self, before: &Self) -> bool {
         let all =
             |of: &Self| [of.sessions, of.leases, of.filling_bytes, of.descriptors as u64, of.mappings as u64];
@@ -54,14 +55,14 @@ impl Holdings {
     }
 }
 
-/// The engine is dropped before the sidecar that it needs for its last round.
+/// A sidecar and a good engine. The engine is dropped first: it needs the sidecar for its last round.
 pub(crate) struct Scene {
     good: Good,
     pub(crate) pillion: Pillion,
     before: Holdings,
 }
 
-/// The engine that behaves well, on its own thread.
+/// The good engine, on its own thread.
 struct Good {
     rounds: Arc<AtomicU64>,
     stop: Arc<AtomicBool>,
@@ -70,7 +71,7 @@ struct Good {
     thread: Option<JoinHandle<()>>,
 }
 
-/// What its thread owns.
+/// The values of the good engine's thread.
 struct GoodEngine {
     scheduler: Session,
     rank: Session,
@@ -126,7 +127,7 @@ impl Pillion {
         }
     }
 
-    /// Open descriptors but the sockets of the admin pages, which come and go.
+    /// Open descriptors, except the short-lived sockets of the admin pages.
     pub(crate) fn descriptors(&self) -> usize {
         let folder = std::fs::read_dir(format!("/proc/{}/fd", self.pid())).unwrap();
         let links = folder.filter_map(|entry| std::fs::read_link(entry.ok()?.path()).ok());
@@ -164,7 +165,7 @@ impl Scene {
         let good = Good::start(&pillion.socket);
         good.watch_rounds(2);
         let parked = good.park();
-        // What a turn changed is told at its end.
+        // The sidecar updates its figures at the end of a turn.
         let before = watch("a good engine that holds nothing", || {
             let held = pillion.holdings();
             let nothing = (held.sessions, held.leases, held.filling_bytes) == (OWN_SESSIONS, 0, 0);
@@ -179,17 +180,17 @@ impl Scene {
         self.good.park()
     }
 
-    /// That the good engine is served on, whatever goes on meanwhile.
+    /// Asserts that the good engine is still served.
     pub(crate) fn assert_served(&self) {
         self.good.watch_rounds(2);
     }
 
-    /// The same until it has saved everything that it ever saves, and found it again.
+    /// The same until it has saved all its sets, and found them again.
     pub(crate) fn assert_served_sets(&self) {
         self.good.watch_rounds(SETS + 2);
     }
 
-    /// That nothing is left of whoever was here, and that the good engine and the process live.
+    /// Asserts that nothing is left of the hostile engines, and that the good engine and the process live.
     pub(crate) fn assert_unharmed(&mut self, after: &str) {
         self.pillion.assert_alive();
         self.assert_served();
@@ -212,7 +213,7 @@ impl Scene {
         self.pillion.assert_alive();
     }
 
-    /// Waits for the line that tells why session `id` was closed.
+    /// Waits for the log line with the reason why session `id` was closed.
     pub(crate) fn assert_said(&self, id: u64, reason: &str) {
         let session = format!("session={id} ");
         watch(&format!("reason \"{reason}\" for session {id}"), || {
@@ -221,13 +222,13 @@ impl Scene {
         });
     }
 
-    /// An engine of one rank that is up to no good: its scheduler and its rank, joined.
+    /// A hostile engine of one rank: its scheduler and its rank, joined.
     pub(crate) fn villain(&self) -> (Session, Session) {
         villain(&self.pillion.socket, &Kv::new(), "villain")
     }
 }
 
-/// An engine of one rank whose memory is `kv`, joined.
+/// An engine of one rank with the memory `kv`, joined.
 pub(crate) fn villain(socket: &Path, kv: &Kv, model: &str) -> (Session, Session) {
     static RUN: AtomicU64 = AtomicU64::new(0);
     let run = run_id(1 << 32 | RUN.fetch_add(1, Ordering::Relaxed));
@@ -243,7 +244,7 @@ pub(crate) fn run_id(number: u64) -> [u8; 16] {
     std::array::from_fn(|at| number.to_le_bytes()[at % 8])
 }
 
-/// A key that stands for `number`.
+/// The key of `number`.
 pub(crate) fn key(number: u64) -> BlockHash {
     BlockHash(std::array::from_fn(|at| number.to_le_bytes()[at % 8] ^ at as u8))
 }
@@ -263,7 +264,7 @@ impl Good {
                     engine.round();
                     rounds.fetch_add(1, Ordering::Relaxed);
                     drop(held);
-                    // Gives the lock to who waits for it.
+                    // Lets a thread that waits for the lock take it.
                     std::thread::sleep(Duration::from_millis(2));
                 }
             }

@@ -1,4 +1,4 @@
-//! Conversations of several turns stay at the engines that have their beginnings, and engines get equal shares.
+//! Conversations of several turns stay at the engines with their beginnings, and engines get equal shares.
 
 use std::collections::{HashMap, HashSet};
 use std::io::BufReader;
@@ -15,14 +15,14 @@ const CONVERSATIONS: usize = 48;
 const AT_ONCE: usize = 16;
 const TURNS: usize = 6;
 
-/// How a client names its session, if it does.
+/// The means by which a client names its session.
 #[derive(Copy, Clone, Debug)]
 enum Session {
     Unnamed,
     User,
 }
 
-/// A message whose text begins with the conversation's number.
+/// A message with the conversation's number at the begin of its text.
 fn message(role: &str, conversation: usize, turn: usize, bytes: usize) -> Value {
     let text = format!("{conversation} {turn} ").repeat(bytes / 4);
     json!({ "role": role, "content": format!("{role} {text}") })
@@ -41,7 +41,7 @@ fn converse(router: &Router, conversation: usize, session: Session) {
         let mut request = json!({ "messages": messages, "max_tokens": 9 });
         if let Session::User = session {
             request["user"] = json!(format!("user {conversation}"));
-            // The client shortens what it said before, so that no beginning is equal.
+            // The client shortens its earlier messages, so no beginning is equal.
             request["messages"][0]["content"] =
                 json!(format!("user {conversation} {turn} {}", "a".repeat(2000)));
         }
@@ -62,7 +62,7 @@ fn turn_of(asked: &Asked) -> (String, usize) {
     )
 }
 
-/// The share of later turns that went to the engine of the turn before, and the requests of each engine.
+/// The share of later turns at the engine of the turn before, and the requests of each engine.
 fn kept(engines: &[Engine]) -> (f64, Vec<usize>) {
     let mut places = HashMap::new();
     for (place, engine) in engines.iter().enumerate() {
@@ -75,7 +75,7 @@ fn kept(engines: &[Engine]) -> (f64, Vec<usize>) {
     (stayed, engines.iter().map(|engine| engine.asked().len()).collect())
 }
 
-/// The share of all bytes of prompts that the engine had computed before, message by message.
+/// The share of all bytes of prompts computed before by the same engine, message by message.
 fn seen_before(engines: &[Engine]) -> f64 {
     let (mut seen, mut all) = (0, 0);
     for engine in engines {

@@ -1,4 +1,5 @@
-//! Every API that has prompts is for two engines; what is stored, or changes engines, goes where it belongs.
+//! Prompts of every API go to two engines; requests for stored responses, and those that change engines, go
+//! to the right ones.
 
 use serde_json::{Value, json};
 
@@ -7,7 +8,7 @@ use super::{PARAMS, Router, answers, computes, said};
 
 const PROMPTS: usize = 30;
 
-/// A request of more than 256 tokens by an API.
+/// A request of more than 256 tokens, for an API.
 fn prompt(path: &str, at: usize) -> Value {
     let text = format!("{at} {}", "a".repeat(2000));
     if path.ends_with("responses") {
@@ -72,7 +73,7 @@ fn what_has_no_prompt_for_two_is_spread_and_counted() {
     assert!(prefill.asked().is_empty());
 }
 
-/// Stores one response, and knows no other.
+/// An engine that stores one response, and knows no other.
 fn stores(id: &str) -> Engine {
     let first = Manner::Json(200, json!({ "id": id, "object": "response" }).to_string());
     Engine::start(Manner::Stores(id.to_owned(), Box::new(first)))
@@ -89,7 +90,7 @@ fn a_stored_response_is_asked_for_where_it_is() {
     for at in 0..3 {
         router.raw("POST", "/v1/responses", &prompt("/v1/responses", at).to_string());
     }
-    // One that was started since then knows nothing.
+    // A router started later knows no response.
     for router in [router, Router::start(&[&prefill.url()], &urls, &[])] {
         for id in ids.repeat(4) {
             let answer = router.raw("GET", &format!("/v1/responses/{id}"), "");

@@ -25,7 +25,7 @@ struct Seen {
     lost_new: usize,
 }
 
-/// Asks again and again, by one connection as long as it lasts.
+/// Sends requests without a pause, over one connection as long as it lasts.
 fn hammer(port: u16, all_answered: &AtomicUsize) -> Seen {
     let body = json!({ "prompt": vec![1; 20] }).to_string();
     let head = "POST /v1/completions HTTP/1.1\r\nhost: router\r\ncontent-length";

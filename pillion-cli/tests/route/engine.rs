@@ -1,4 +1,4 @@
-//! A server that stands for an engine: it keeps what it was asked and answers as the test says.
+//! A server in place of an engine: it keeps its requests, and answers in a given manner.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -9,34 +9,34 @@ use std::time::Duration;
 
 use serde_json::Value;
 
-/// How requests but those for `/health` are answered.
+/// The answer to all requests but those for `/health`.
 #[derive(Clone, Debug)]
 pub(crate) enum Manner {
     Json(u16, String),
-    /// Server-sent events, a chunk each with a pause between; the last is followed by the end.
+    /// Server-sent events, a chunk each with a pause between, and the end behind the last one.
     Events(Vec<String>),
-    /// The same, and the last one not before the test says so.
+    /// The same, with the last one only after the test's release.
     Held(Vec<String>, Arc<AtomicBool>),
     Hang,
-    /// After so long where the request says that another engine computes.
+    /// After this time, if the request's prompt is computed by another engine.
     Awaits(Duration, Box<Manner>),
-    /// Another path at its own address.
+    /// A redirection to another path at its own address.
     Redirects(String),
-    /// One response, with this id, which it also has when it is asked for; it has no other.
+    /// One response with this id, also for later requests; no other response.
     Stores(String, Box<Manner>),
-    /// No prompt for an adapter before the engine has loaded one.
+    /// No prompt for an adapter before the engine has loaded it.
     Adapts(Box<Manner>),
-    /// As `Hang`, also to what the router asks on its own behalf.
+    /// As `Hang`, also for the router's own requests.
     Freeze,
-    /// As `Hang`, and nobody can connect to it after the first.
+    /// As `Hang`, and refuses connections after the first.
     Vanish,
-    /// As `Hang`, once something of an answer was sent and before its body.
+    /// As `Hang`, after the head of an answer and before its body.
     Stall,
-    /// So much of an answer, and then the connection ends.
+    /// This part of an answer, and then the end of the connection.
     Breaks(String),
-    /// Nobody before so many have asked.
+    /// No answer before this count of requests.
     Behind(usize, Box<Manner>),
-    /// Nobody before the test says so.
+    /// No answer before the test's release.
     Once(Arc<AtomicBool>, Box<Manner>),
     /// The first request in one manner, all others in the other one.
     First(Box<Manner>, Box<Manner>),
@@ -45,7 +45,7 @@ pub(crate) enum Manner {
 /// The adapter in a request.
 pub(crate) const ADAPTER: &str = "an-adapter";
 
-/// A request as it came.
+/// A request as received.
 #[derive(Clone, Debug)]
 pub(crate) struct Asked {
     pub(crate) line: String,
@@ -125,17 +125,17 @@ impl Engine {
         format!("http://127.0.0.1:{}", self.port)
     }
 
-    /// All that it was asked but for its health.
+    /// All requests except those for its health.
     pub(crate) fn asked(&self) -> Vec<Asked> {
         self.state.lock().unwrap().asked.clone()
     }
 
-    /// How often the router has asked for its models.
+    /// Count of the router's requests for its models.
     pub(crate) fn models_asked(&self) -> usize {
         self.state.lock().unwrap().models_asked
     }
 
-    /// How many requests were hung up on before their answer was whole.
+    /// Count of requests hung up on before their whole answer.
     pub(crate) fn hung_up(&self) -> usize {
         self.state.lock().unwrap().hung_up
     }
@@ -205,7 +205,7 @@ fn serve(stream: TcpStream, manner: &Manner, state: &Mutex<State>) {
     }
 }
 
-/// Answers what the router asks on its own behalf; false where it is not answered, and `None` for any other request.
+/// Answers the router's own requests; false without an answer, and `None` for any other request.
 fn own_question_answered(
     asked: &Asked,
     mut stream: &TcpStream,
@@ -232,7 +232,7 @@ fn own_question_answered(
     Some(true)
 }
 
-/// The manner for a request behind so many, once it is due.
+/// The manner for a request after `earlier` ones, once it is due.
 fn due<'a>(manner: &'a Manner, earlier: usize, state: &Mutex<State>) -> &'a Manner {
     let (is_due, manner): (&dyn Fn() -> bool, _) = match manner {
         Manner::First(first, _) if earlier == 0 => (&|| true, first),
@@ -268,7 +268,7 @@ fn has_loaded(state: &Mutex<State>) -> bool {
     state.lock().unwrap().asked.iter().any(|asked| asked.line.contains("/v1/load_lora_adapter"))
 }
 
-/// Until the other side hangs up.
+/// Waits until the other side hangs up.
 fn hold(reader: &mut BufReader<TcpStream>) {
     let mut byte = [0; 1];
     let _ = reader.read(&mut byte);

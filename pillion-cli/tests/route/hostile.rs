@@ -1,4 +1,5 @@
-//! Clients that send bodies of hostile shape, or hold connections: the router's memory is bounded, and others are answered.
+//! Clients with hostile bodies, or with held connections: the router's memory is bounded, and others are
+//! answered.
 
 use std::io::{BufReader, Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4, TcpStream};
@@ -17,12 +18,12 @@ use super::{Router, answers, computes, engine};
 const BODIES: usize = 60;
 /// Gaps on the heap add up from wave to wave.
 const WAVES: usize = 5;
-/// A body has another size than the one before: bodies of one size would fill the gaps of each other.
+/// Each body has another size than the one before: bodies of one size would fill the gaps of each other.
 const BODY_BYTES: [usize; 7] = [256 << 10, 5 << 20, 700 << 10, 3 << 20, 1 << 20, 8 << 20, 2 << 20];
 const MEMORY: usize = 64 << 20;
 const IDLE: usize = 1500;
 
-/// A body of about so many bytes.
+/// A body of about this many bytes.
 fn hostile(at: usize, bytes: usize) -> String {
     let many = |element: &str| vec![element; bytes / (element.len() + 1)].join(",");
     match at % 8 {
@@ -52,7 +53,7 @@ fn connected(router: &Router, host: u8) -> TcpStream {
     stream
 }
 
-/// The most memory that a process had, in bytes.
+/// The most memory of a process so far, in bytes.
 fn peak_bytes(process: u32) -> usize {
     let status = std::fs::read_to_string(format!("/proc/{process}/status")).unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
@@ -67,7 +68,7 @@ fn send_wave(router: &Router, wave: usize) {
                 let body = hostile(at, BODY_BYTES[(at + wave) % BODY_BYTES.len()]);
                 let mut stream = connected(router, 2 + (at % 40) as u8);
                 let head = "POST /v1/chat/completions HTTP/1.1\r\nhost: router\r\nconnection: close";
-                // One that is refused is hung up on while it sends.
+                // The router hangs up on a refused client while it sends.
                 let _ = write!(stream, "{head}\r\ncontent-length: {}\r\n\r\n{body}", body.len());
                 let _ = stream.read_to_end(&mut Vec::new());
             });

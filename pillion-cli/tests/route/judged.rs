@@ -1,4 +1,4 @@
-//! An engine that computes is judged by what it does, and what it states of a prompt is what the client is told.
+//! A prefill engine is judged by its work, and the client gets its statements about the prompt.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -22,7 +22,7 @@ fn failed(router: &Router, reason: &str) -> u64 {
 fn an_engine_that_accepts_and_never_answers_is_noticed_and_waited_for_once() {
     for order in ORDERS {
         let prefill = Engine::start(Manner::Hang);
-        // No sidecar tells it of a promise: it waits a second, and computes.
+        // Its sidecar has no promise: it waits a second, and computes.
         let right = Manner::Json(200, "{\"answer\":  1}".into());
         let decode = Engine::start(Manner::Awaits(Duration::from_secs(1), Box::new(right)));
         let router = Router::start(&[&prefill.url()], &[&decode.url()], &["--order", order]);
@@ -40,7 +40,7 @@ fn an_engine_that_accepts_and_never_answers_is_noticed_and_waited_for_once() {
         assert!(noticed < Duration::from_secs(10), "{order}: {noticed:?}");
         let longest = waits.iter().max().unwrap();
         assert!(*longest <= Duration::from_secs(5), "{order}: {waits:?}");
-        // Also in the time in which it is tried again, none waits for it.
+        // Also during its trial no request waits for it.
         let before = decode.asked().len();
         for _ in 0..50 {
             assert_eq!(router.ask(&prompt(300)).body, "{\"answer\":  1}");
@@ -58,7 +58,7 @@ fn an_engine_in_a_long_step_whose_first_prompt_is_promised_is_waited_for() {
     let released = Arc::new(AtomicBool::new(false));
     let computed = Manner::Json(200, json!({ PARAMS: said() }).to_string());
     let prefill = Engine::start(Manner::Once(Arc::clone(&released), Box::new(computed)));
-    // The one that is asked first waits for the promise; there is none for others.
+    // The first decode engine waits for the promise; there is no promise for others.
     let right = || Box::new(Manner::Json(200, "{}".into()));
     let others = Manner::Awaits(Duration::from_secs(1), right());
     let first = Manner::Once(Arc::clone(&released), right());
@@ -88,7 +88,7 @@ fn what_a_client_mistypes_is_no_failure_and_is_asked_for_once() {
         let failures: u64 =
             ["status", "refused", "silent"].iter().map(|reason| failed(&router, reason)).sum();
         assert_eq!(failures, 0, "{order}");
-        // An adapter that this engine lacks.
+        // An adapter unknown to this engine.
         let decode = answers();
         let router = Router::start(&[&prefill.url()], &[&decode.url()], &["--order", order]);
         assert_eq!(router.ask(&prompt(300)).body, "{\"answer\":  1}");

@@ -41,7 +41,7 @@ fn engines_join_and_leave_by_the_file_while_a_stream_goes_on() {
     write(&file, &[&prefill], &[&first, &second]);
     router.signal(Signal::SIGHUP);
     watch("the new engines", || decode_up(&router, 2));
-    // Each prompt is a new one: equal ones would all go to one engine.
+    // Each prompt is new: equal prompts would all go to one engine.
     for start in 0..20 {
         assert_eq!(router.ask(&json!({ "prompt": vec![start; 20] })).body, "{\"answer\":  1}");
     }

@@ -13,11 +13,11 @@ use super::client::watch;
 use super::engine::{self, Engine, Manner};
 use super::{FIRST, PARAMS, Router, answers, chat, computes, prompt, said};
 
-/// More lines than the queue and a pipe hold.
+/// More lines than the room in the queue and a pipe.
 const UNREAD_REQUESTS: usize = 1500;
 const STREAMS: usize = 200;
 
-/// A figure of an engine, by its labels.
+/// A metric of an engine, by its labels.
 fn figure(router: &Router, name: &str, engine: &str, labels: &[&str]) -> Option<f64> {
     let (page, engine) = (router.raw("GET", "/metrics", ""), format!("engine=\"{engine}\""));
     let named = format!("pillion_route_engine_{name}{{");
@@ -48,7 +48,7 @@ fn a_prompt_that_is_computed_by_both_engines_is_counted_at_both() {
         (Manner::Events(vec!["data: {}\n\n".into()]), "unstated"),
     ];
     for order in ["at-once", "prefill-first"] {
-        // Asked at once, the decode engine may end first, before the prefill engine is known to have computed anything.
+        // Asked at once, the decode engine may end first, before the prefill engine's result is known.
         let is_known = |result: &str| order == "prefill-first" || result != "unstated";
         for (manner, result) in ways.iter().filter(|(_, result)| is_known(result)) {
             let decode = Engine::start(manner.clone());
@@ -124,7 +124,7 @@ fn a_client_that_hangs_up_and_a_prompt_that_is_given_up_are_counted_at_their_eng
     }
 }
 
-/// A router with an access log of JSON, and its lines by now.
+/// A router with an access log of JSON, and a function for its lines so far.
 fn logging(prefill: &str, decode: &str, arguments: &[&str]) -> (Router, impl Fn() -> Vec<Value> + use<>) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("access");

@@ -1,4 +1,4 @@
-//! TLS on both sides of the router. A second router stands for the engine of the first one, as a server of TLS.
+//! TLS on both sides of the router. A second router is the engine of the first one, as a server of TLS.
 
 use std::io::{ErrorKind, Read};
 use std::net::TcpStream;
@@ -13,7 +13,7 @@ use super::{Router, answers, computes, prompt};
 
 const HOSTS: [&str; 2] = ["localhost", "127.0.0.1"];
 
-/// Writes a new authority, and a certificate of it with its key, for these hosts.
+/// Writes a new authority, and its certificate and key for these hosts.
 fn issue(folder: &Path, hosts: &[&str]) {
     let mut params = CertificateParams::default();
     params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
@@ -41,7 +41,7 @@ fn engines_and_clients_speak_tls_and_certificates_are_replaced_while_it_runs() {
     // Files are read again on SIGHUP alone.
     let arguments = [&seen.each_ref().map(String::as_str)[..], &["--refresh-interval", "1000s"]].concat();
     let behind = Router::start(&[&prefill.url()], &[&decode.url()], &arguments);
-    // A silent connection has its time, and no other client waits for it.
+    // A silent connection is kept for a time, and no other client waits for it.
     let mut silent = TcpStream::connect(("127.0.0.1", behind.port)).unwrap();
     let ca = folder.path().join("ca.crt");
     let arguments = ["--engine-ca", ca.to_str().unwrap(), "--refresh-interval", "1000s"];
@@ -55,7 +55,7 @@ fn engines_and_clients_speak_tls_and_certificates_are_replaced_while_it_runs() {
         assert_eq!(ask(host).0.body, "{\"answer\":  1}", "{host}");
     }
     assert_eq!(decode.asked().len(), 2);
-    // This one has no connection yet, and knows the first authority.
+    // The router has no connection yet, and knows the first authority.
     let url = format!("https://localhost:{}", behind.port);
     let router = Router::start(&[&url], &[&url], &arguments);
     watch("its start", || router.raw("GET", "/health", "").contains("\"decode_up\":1").then_some(()));

@@ -1,4 +1,4 @@
-//! A whole sidecar in this process, which must end as it should.
+//! A whole sidecar in this process; its end must be a success.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -8,7 +8,7 @@ use sidecar::logging::LogLevel;
 use sidecar::runtime::server::Server;
 use tempfile::TempDir;
 
-/// No test waits longer than this for something that must come.
+/// The longest wait of a test.
 const WATCHDOG_TURNS: u32 = 6_000;
 const TURN: Duration = Duration::from_millis(10);
 
@@ -35,7 +35,7 @@ impl Keeper {
         Self { server: Some(server), socket, folder: Some(folder) }
     }
 
-    /// Ends it, calls, and starts another one at the same socket, with nothing kept.
+    /// Ends the sidecar, calls `meanwhile`, and starts another one at the same socket, with nothing kept.
     pub(crate) fn restart(mut self, meanwhile: impl FnOnce()) -> Self {
         let folder = self.folder.take().unwrap();
         drop(self);

@@ -1,4 +1,4 @@
-//! Copies in memory: memcpy, and blocks between an engine's memory and the pool as the sidecar's threads copy them.
+//! Copies in memory: memcpy, and blocks between an engine's memory and the pool, as by the sidecar's threads.
 
 use std::sync::{Barrier, Mutex, PoisonError};
 use std::thread;
@@ -28,7 +28,7 @@ pub struct CopyOptions {
     pub block_size: Size,
 }
 
-/// GiB/s of `threads` threads that each copy their blocks, all from the same moment on.
+/// GiB/s of `threads` threads, each with its own blocks, all from the same moment on.
 pub(super) fn time_copies<E: Send>(
     threads: usize,
     bytes: u64,
@@ -54,7 +54,7 @@ pub(super) fn time_copies<E: Send>(
     Ok(bytes as f64 / GIB / (clock.now() - began).as_secs_f64())
 }
 
-/// Threads copy equal parts, of which each touches no other.
+/// Measures threads with equal parts, each apart from the others.
 pub(super) fn measure_copy(options: &CopyOptions) -> Result<BenchFigures, BenchError> {
     let (threads, block) = (options.threads, options.block_size.as_bytes());
     if !(1..=THREADS_MAX).contains(&threads) {

@@ -1,4 +1,4 @@
-//! A disk: direct I/O by the means of the SSD tier, and the tier itself, each on a file of its own in turns.
+//! A disk: direct I/O by the means of the SSD tier, and the tier itself, in turns, each on a file of its own.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -14,7 +14,8 @@ use super::{BenchError, BenchFigures, GIB, ROUNDS, memory, shuffle_numbers};
 use sidecar::config::{Size, SsdIo};
 use sidecar::system::clock::Clock;
 
-/// Blocks at the device at a time: the most that the tier gives it of 2 MiB. The tier is posted twice as many, so that some wait.
+/// Blocks at the device at a time: the tier's most for blocks of 2 MiB. Twice as many are posted to the tier,
+/// so some wait.
 const DEPTH: u64 = 16;
 const POSTED: u64 = 2;
 const BLOCK_BYTES: std::ops::RangeInclusive<u64> = 4096..=64 << 20;
@@ -25,7 +26,7 @@ pub struct DiskOptions {
     /// Folder on the disk; nine times --size must be free there for some seconds
     #[arg(long, value_name = "DIR")]
     pub path: PathBuf,
-    /// Bytes that are written and read in each measurement
+    /// Bytes written and read in each measurement
     #[arg(long, value_name = "SIZE", default_value = "512MiB")]
     pub size: Size,
     /// Bytes of a block
@@ -36,7 +37,7 @@ pub struct DiskOptions {
     pub ssd_io: SsdIo,
 }
 
-/// A file whose name goes as soon as it is open: nothing stays behind, however this process ends.
+/// An open file without a name: no file stays behind, however this process ends.
 fn nameless(folder: &Path, name: &str, bytes: u64) -> Result<OpenedDevice, BenchError> {
     let file = folder.join(format!("pillion-bench-{name}-{}", std::process::id()));
     let opened = OpenedDevice::open(&file, bytes, Missing::Create);
@@ -63,7 +64,7 @@ fn raw_run(
     Ok((clock.now() - began).as_secs_f64())
 }
 
-/// The bytes of a block that disks and the mesh can move.
+/// The bytes of a block, checked against the limits of disks and of the mesh.
 pub(super) fn block_bytes(size: Size) -> Result<u32, BenchError> {
     let block = size.as_bytes();
     if !BLOCK_BYTES.contains(&block) || !block.is_multiple_of(4096) {
@@ -73,7 +74,7 @@ pub(super) fn block_bytes(size: Size) -> Result<u32, BenchError> {
     Ok(u32::try_from(block).expect("within its limits"))
 }
 
-/// Refuses what cannot be measured before anything is written.
+/// Measures a disk. Fails before any write if the options do not fit.
 pub(super) fn measure_disk(options: &DiskOptions) -> Result<BenchFigures, BenchError> {
     let block = u64::from(block_bytes(options.block_size)?);
     let count = options.size.as_bytes() / block;
@@ -89,8 +90,8 @@ pub(super) fn measure_disk(options: &DiskOptions) -> Result<BenchFigures, BenchE
 }
 
 fn measure_on(options: &DiskOptions, load: TierLoad, pool: &Arc<Region>) -> Result<BenchFigures, BenchError> {
-    // Room for so many times what a round writes, beside what a log keeps free: all that it is given in a run, so that it moves
-    // nothing.
+    // Room for `times` rounds of writes, beside the free part of a log: enough for a whole run, so the log
+    // moves no blocks.
     let room = |times: u64| {
         times.saturating_mul(load.block_bytes * load.count).max(32 << 20).saturating_add(32 << 20)
     };
@@ -101,7 +102,7 @@ fn measure_on(options: &DiskOptions, load: TierLoad, pool: &Arc<Region>) -> Resu
     let block = u32::try_from(load.block_bytes).expect("within its limits");
     let (written, read) = ((0..load.count).collect::<Vec<_>>(), shuffle_numbers(0..load.count));
     let mut tier = BenchTier::start_device(nameless(&options.path, "log", room(8))?, pool, wanted)?;
-    // What was never written is slower to write.
+    // The first write to a part of a file is slower.
     let fills = 2;
     tier.write_blocks(TierLoad { count: fills * load.count, ..load }, 0)?;
     raw_run(&mut raw, IoDirection::Write, block, &written, clock)?;

@@ -1,4 +1,4 @@
-//! One end of the mesh's block path, without a sidecar: blocks that a peer fetches, or memory that they are fetched into.
+//! One end of the mesh's block path, without a sidecar: a server of blocks, or a reader with memory for them.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -19,28 +19,28 @@ use super::{BenchError, memory};
 use sidecar::system::clock::Clock;
 
 const NAMESPACE: NamespaceDigest = NamespaceDigest([7; 16]);
-/// A node has one life: nothing is restarted.
+/// A node has one life here.
 pub const BOOT: BootId = BootId(NonZeroU64::MIN);
 /// The other end's number, at both ends.
 pub const PEER: PeerNumber = PeerNumber(1);
-/// How long a fetch may take: longer than any does that is measured.
+/// The longest time of a fetch: longer than any fetch here.
 pub const DEADLINE: Duration = Duration::from_secs(60);
 
-/// How many blocks there are, and of how many bytes each.
+/// Count of blocks, and bytes of each.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct BlockSizes {
     pub blocks: u32,
     pub block_bytes: u32,
 }
 
-/// A node's memory, and where each block lies in it: at the same place on every node.
+/// A node's memory, and the place of each block in it, equal on every node.
 #[derive(Clone, Debug)]
 pub struct NodeMemory {
     pub blocks: PoolBlocks,
     pub places: Vec<(Label, u64)>,
 }
 
-/// The end that fetches.
+/// The end with fetches.
 pub struct NodeReader {
     transport: Arc<dyn Transport>,
     ups: Receiver<TransportEvent>,
@@ -54,12 +54,12 @@ pub fn make_peer(name: &str, address: SocketAddr) -> Peer {
     Peer { node: name_of(name), boot: Some(BOOT), address }
 }
 
-/// Tells a node of a bench from the other one.
+/// The name of a node of a benchmark.
 pub fn name_of(name: &str) -> NodeId {
     NodeId::new(name).expect("a name of letters")
 }
 
-/// Answers what a peer asks, for as long as the transport lives. What a sidecar's data thread decides is decided here.
+/// Answers a peer's requests while the transport lives. It decides in place of a sidecar's data thread.
 pub fn serve_blocks(transport: &dyn Transport, ups: &Receiver<TransportEvent>, memory: &NodeMemory) {
     let grant = |&(label, offset): &(Label, u64)| {
         (label, Grant { slot: SlotRef { offset, generation: 0 }, checksum: None })
@@ -105,7 +105,7 @@ impl NodeMemory {
         })
     }
 
-    /// Memory for them, without the bytes that are to come.
+    /// Memory for all blocks, filled with zeros.
     pub fn without_blocks(sizes: BlockSizes) -> Result<Self, BenchError> {
         let memory = Self::with_blocks(sizes)?;
         let zeros = vec![0; sizes.block_bytes as usize];
@@ -119,7 +119,7 @@ impl NodeMemory {
 // === impl NodeReader ===
 
 impl NodeReader {
-    /// Fetches from the node of that name at `address`, into `memory`, the one that the transport was started with.
+    /// Fetches from the node `name` at `address` into `memory`, the memory of the transport.
     pub fn new(
         transport: Arc<dyn Transport>,
         ups: Receiver<TransportEvent>,
@@ -131,7 +131,7 @@ impl NodeReader {
         Self { transport, ups, places: memory.places.clone(), ticket: 0, clock: Clock::start_now() }
     }
 
-    /// Fetches blocks by their numbers; the seconds that it took.
+    /// Fetches blocks by their numbers, and returns the seconds.
     pub fn fetch(&mut self, numbers: std::ops::Range<usize>) -> Result<f64, BenchError> {
         self.ticket += 1;
         let (began, blocks) = (self.clock.now(), self.places[numbers].to_vec());
@@ -156,7 +156,7 @@ impl NodeReader {
         Ok((self.clock.now() - began).as_secs_f64())
     }
 
-    /// How many blocks there are.
+    /// Count of blocks.
     pub fn block_count(&self) -> usize {
         self.places.len()
     }

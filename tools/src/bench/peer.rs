@@ -1,7 +1,8 @@
-//! Blocks from a peer: plain sockets, and the mesh's own client and server, over as many streams and between the same memory, in
-//! turns.
+//! Blocks from a peer: plain sockets, and the mesh's own client and server, in turns, over equal streams and
+//! between the same memory.
 //!
-//! The end that serves has one port for plain sockets, which greet with the sizes and with the mesh's port, and that port.
+//! The serving end has one port for plain sockets, whose greeting has the sizes and the mesh's port, and a
+//! second port for the mesh.
 
 use std::io::{self, Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
@@ -25,16 +26,16 @@ use sidecar::system::clock::Clock;
 const OWNER: &str = "owner";
 const READER: &str = "reader";
 const MAGIC: u64 = u64::from_le_bytes(*b"PILLPEER");
-/// Words that a connection is greeted with: magic, blocks, bytes of a block, the mesh's port.
+/// Words of a greeting: magic, blocks, bytes of a block, the mesh's port.
 const GREETING_WORDS: usize = 4;
-/// Words of a request: the first block, and how many.
+/// Words of a request: the first block, and the count.
 const REQUEST_WORDS: usize = 2;
 const CONNECT_MAX: Duration = Duration::from_secs(5);
-/// How long one end waits for the other: while it measures the mesh, plain sockets are silent.
+/// The longest wait of one end for the other: during measurements of the mesh, plain sockets are silent.
 const SILENT_MAX: Duration = Duration::from_secs(120);
-/// Plain connections at a time: those of one reader, and the one that finds the sizes out.
+/// Plain connections at a time: those of one reader, and the first one, for the sizes.
 const CONNECTIONS_MAX: usize = STREAMS_MAX + 1;
-/// Single blocks that are fetched in each round.
+/// Single blocks fetched in each round.
 const ONES: usize = 200;
 
 /// Options of `pillion bench peer`.
@@ -43,14 +44,14 @@ pub struct PeerOptions {
     /// Address at which pillion bench peer --serve runs on the other host [default: both ends here, on loopback]
     #[arg(value_name = "HOST:PORT", conflicts_with_all = ["serve", "size", "block_size"])]
     pub address: Option<String>,
-    /// Serve blocks at this address, and the mesh at the next port, until this command is stopped. Anybody who
-    /// reaches the ports can read them: random bytes, without TLS
+    /// Serve blocks at this address, and the mesh at the next port, until this command is stopped. Anybody
+    /// with access to the ports can read them: random bytes, without TLS
     #[arg(long, value_name = "IP:PORT", conflicts_with = "streams")]
     pub serve: Option<IpPort>,
     /// TCP connections at the same time, as --tcp-streams of pillion serve
     #[arg(long, value_name = "COUNT", default_value_t = STREAMS_DEFAULT)]
     pub streams: usize,
-    /// Bytes that are fetched in each measurement; both ends need as much memory. The serving end decides
+    /// Bytes fetched in each measurement; both ends need as much memory. The serving end decides
     #[arg(long, value_name = "SIZE", default_value = "512MiB")]
     pub size: Size,
     /// Bytes of a block. The serving end decides
@@ -58,7 +59,7 @@ pub struct PeerOptions {
     pub block_size: Size,
 }
 
-/// What is read from, by plain sockets and by the mesh.
+/// The server of blocks, by plain sockets and by the mesh.
 struct Owner {
     listener: TcpListener,
     memory: NodeMemory,
@@ -102,13 +103,13 @@ fn tcp(name: &str, listen: SocketAddr, streams: usize, memory: &NodeMemory) -> R
     Ok((tcp.listen_address(), Arc::new(tcp), ups))
 }
 
-/// Where a transport listens, it, and what it tells.
+/// A transport's address, the transport, and its events.
 type Started = (SocketAddr, Arc<dyn Transport>, std::sync::mpsc::Receiver<mesh::transport::TransportEvent>);
 
 // === impl Owner ===
 
 impl Owner {
-    /// Serves by the mesh from now on, and by plain sockets once [`Owner::serve_plain`] runs.
+    /// Serves by the mesh from now on, and by plain sockets while [`Owner::serve`] runs.
     fn serve_mesh(at: SocketAddr, sizes: BlockSizes) -> Result<Arc<Self>, BenchError> {
         let not_listening = |error: io::Error| {
             BenchError::option(
@@ -126,7 +127,7 @@ impl Owner {
             })?,
         };
         let (mesh, transport, ups) = tcp(OWNER, (at.ip(), next).into(), 1, &memory)?;
-        // Where a reader is found is of no use: nobody fetches from it.
+        // The address of a reader is not used: no node fetches from it.
         transport.add_peer(PEER, node::make_peer(READER, at));
         let kept = memory.clone();
         thread::spawn(move || node::serve_blocks(&*transport, &ups, &kept));
@@ -148,7 +149,7 @@ impl Owner {
             }
             let owner = Arc::clone(self);
             thread::spawn(move || {
-                // It ends with the reader's end of it, as a rule.
+                // It ends with the reader's end of the stream, as a rule.
                 let _ = owner.serve_stream(&stream);
                 owner.connections.fetch_sub(1, Ordering::Relaxed);
             });
@@ -175,7 +176,7 @@ impl Owner {
 // === impl Plain ===
 
 impl Plain {
-    /// Connects; the sizes, and where the mesh is.
+    /// Connects, and returns the sizes and the mesh's address too.
     fn connect_streams(address: &str, streams: usize) -> Result<(Self, BlockSizes, SocketAddr), BenchError> {
         let absent = |error: io::Error| {
             let remedy = format!("run pillion bench peer --serve {address} there");
@@ -232,7 +233,7 @@ impl Plain {
         Ok(())
     }
 
-    /// Fetches all blocks, of which each stream has an equal part; GiB/s.
+    /// Fetches all blocks, an equal part by each stream. Returns GiB/s.
     fn fetch_all(&self, memory: &NodeMemory) -> Result<f64, BenchError> {
         let (streams, count) = (self.0.len(), memory.places.len());
         let bytes = memory.places.iter().map(|(label, _)| u64::from(label.bytes)).sum();
@@ -242,7 +243,7 @@ impl Plain {
     }
 }
 
-/// The first address of a name that somebody answers at.
+/// Connects to the first address of a name that accepts.
 fn connect_any(address: &str) -> io::Result<TcpStream> {
     let mut failed = io::Error::new(io::ErrorKind::NotFound, "the host has no address");
     for address in address.to_socket_addrs()? {
@@ -259,7 +260,7 @@ fn connect_any(address: &str) -> io::Result<TcpStream> {
     Err(failed)
 }
 
-/// Serves until this process ends, or measures; `say` tells where it serves.
+/// Serves until this process ends, or measures; `say` prints the server's address.
 pub(super) fn measure_peer(options: &PeerOptions, say: impl Fn(&str)) -> Result<BenchFigures, BenchError> {
     if !(1..=STREAMS_MAX).contains(&options.streams) {
         let problem = format!("it must be 1 to {STREAMS_MAX}");
@@ -291,7 +292,7 @@ fn measure_from(address: &str, streams: usize) -> Result<BenchFigures, BenchErro
     let mut reader = NodeReader::new(transport, ups, &memory, OWNER, mesh);
     let (all, clock) = (0..reader.block_count(), Clock::start_now());
     let gib = (u64::from(sizes.block_bytes) * u64::from(sizes.blocks)) as f64 / GIB;
-    // Connections, and checksums that the owner has from then on.
+    // Opens connections, and has the owner compute its checksums.
     reader.fetch(all.clone())?;
     plain.fetch_all(&memory)?;
     let (mut limit, mut own, mut limit_us, mut own_us) = (vec![], vec![], vec![], vec![]);

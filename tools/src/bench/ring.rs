@@ -1,4 +1,5 @@
-//! The ring: a question to a running sidecar and its answer, beside a word that two threads of this process pass to each other.
+//! The ring: the time of a query to a running sidecar, beside that of a word between two threads of this
+//! process.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
@@ -20,13 +21,13 @@ use sidecar::config::default_socket;
 use sidecar::system::clock::Clock;
 
 const CONNECT_MAX: Duration = Duration::from_secs(2);
-/// A sidecar answers in microseconds; one that has no core for so long is no figure.
+/// A sidecar answers in microseconds; one without a core for this long is no figure.
 const ANSWER_MAX: Duration = Duration::from_secs(5);
 /// The sidecar's data thread sleeps by then.
 const PAUSE: Duration = Duration::from_millis(20);
-/// Round trips that come before those that count.
+/// Round trips before the measured ones.
 const WARM_UP: u32 = 100;
-/// One question to a sleeping sidecar is asked for so many others.
+/// One query to a sleeping sidecar for this many others.
 const ASLEEP_PART: u32 = 100;
 
 /// Options of `pillion bench ring`.
@@ -40,7 +41,7 @@ pub struct RingOptions {
     pub count: u32,
 }
 
-/// An engine without ranks: its questions go all the way, and are answered without a look at what is kept.
+/// An engine without ranks: its queries go all the way, and are answered without a lookup of blocks.
 struct RingEngine {
     memory: SessionMemory,
     submissions: Producer<RegionRing>,
@@ -95,7 +96,7 @@ impl RingEngine {
         Ok(())
     }
 
-    /// Microseconds of one question.
+    /// Microseconds of one query.
     fn time_question(&mut self) -> Result<f64, BenchError> {
         self.op += 1;
         let (op, began) = (self.op, self.clock.now());
@@ -128,7 +129,7 @@ impl RingEngine {
     }
 }
 
-/// Microseconds in which a word goes to another thread and back: no ring is faster.
+/// Microseconds of a word to another thread and back: no ring is faster.
 fn words(count: u32) -> Vec<f64> {
     let (there, back) = (&AtomicU64::new(0), &AtomicU64::new(0));
     let clock = Clock::start_now();
@@ -154,7 +155,8 @@ fn words(count: u32) -> Vec<f64> {
     })
 }
 
-/// Words are timed while the sidecar has nothing to do for this engine. A count below that of the rounds is rounded up to it.
+/// Measures words while the sidecar has no work of this engine, and queries. A count below that of the rounds
+/// is rounded up.
 pub(super) fn measure_ring(options: &RingOptions) -> Result<BenchFigures, BenchError> {
     let mut engine = RingEngine::connect_sidecar(options)?;
     engine.ask_often(WARM_UP, Duration::ZERO)?;

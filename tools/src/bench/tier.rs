@@ -1,4 +1,4 @@
-//! The SSD tier on one device, without a sidecar: blocks written and read, so many at a time.
+//! The SSD tier on one device, without a sidecar: blocks written and read at a given depth.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -17,11 +17,11 @@ use super::{BenchError, shuffle_numbers};
 use sidecar::system::clock::{self, Clock};
 
 const NAMESPACE: NamespaceDigest = NamespaceDigest([7; 16]);
-/// What waits to be written at most, and how long a transfer may take: more than any load asks for.
+/// The most bytes of waiting writes, and the longest time of a transfer: more than any load needs.
 const WRITE_BYTES_MAX: u64 = 256 << 20;
 const LATE_MS: u64 = 60_000;
 
-/// What is written or read, and how many at a time.
+/// The blocks of a measurement, and how many at a time.
 #[derive(Copy, Clone, Debug)]
 pub struct TierLoad {
     pub block_bytes: u64,
@@ -29,7 +29,7 @@ pub struct TierLoad {
     pub depth: u64,
 }
 
-/// How long a load took, and each block of it.
+/// Seconds of a load, and microseconds of each block.
 #[derive(Debug)]
 pub struct Times {
     pub seconds: f64,
@@ -44,12 +44,12 @@ pub struct BenchTier {
     ups: Receiver<DeviceEvent>,
     free: Vec<SlotRef>,
     clock: Clock,
-    /// When each slot's job began.
+    /// The begin of each slot's job.
     since: HashMap<u64, Duration>,
     blocks_us: Vec<f64>,
 }
 
-/// The key of a block that is known by its number.
+/// The key of a numbered block.
 pub fn make_key(number: u64) -> BlockKey {
     let mut random = Random(number);
     let words = [number, random.next(), random.next(), random.next()];
@@ -59,8 +59,8 @@ pub fn make_key(number: u64) -> BlockKey {
 // === impl BenchTier ===
 
 impl BenchTier {
-    /// On an opened device, whose earlier blocks have been found when this returns. Slots are those of `pool`, from its second
-    /// segment on.
+    /// Starts the tier on an opened device, and waits until its earlier blocks are found. The slots are in
+    /// `pool`, from its second segment on.
     pub fn start_device(
         opened: OpenedDevice,
         pool: &Arc<Region>,
@@ -125,7 +125,7 @@ impl BenchTier {
         Ok(())
     }
 
-    /// Runs a load to its end; `begin` says whether there was room for the block.
+    /// Runs a load to its end; `begin` returns false if there was no room for the block.
     fn run_load(
         &mut self,
         load: TierLoad,
@@ -153,7 +153,7 @@ impl BenchTier {
         Ok(Times { seconds, blocks_us: std::mem::take(&mut self.blocks_us) })
     }
 
-    /// Writes blocks that are numbered from `first` on.
+    /// Writes blocks with numbers from `first` on.
     pub fn write_blocks(&mut self, load: TierLoad, first: u64) -> Result<Times, BenchError> {
         self.run_load(load, |log, number, slot| {
             match log.write_block(make_key(first + number), NAMESPACE, load.block_bytes, slot) {
@@ -170,7 +170,7 @@ impl BenchTier {
         })
     }
 
-    /// Reads them in random order; the tier verifies each.
+    /// Reads these blocks in random order; the tier verifies each.
     pub fn read_blocks(&mut self, load: TierLoad, first: u64) -> Result<Times, BenchError> {
         let order = shuffle_numbers(first..first + load.count);
         self.run_load(load, |log, number, slot| {
@@ -188,7 +188,7 @@ impl BenchTier {
 // === impl Times ===
 
 impl Times {
-    /// The time that so large a part of the blocks did not take longer than.
+    /// The quantile `part` of the blocks' times.
     pub fn part_us(&mut self, part: f64) -> f64 {
         super::part(&mut self.blocks_us, part)
     }

@@ -18,18 +18,18 @@ use tokio::net::{TcpStream, UnixStream};
 use sidecar::config::ConfigError;
 use sidecar::control::{ANSWER_TIME_MAX, EVICTION_TIME_MAX};
 
-/// The remedy for a sidecar that takes connections and answers nothing.
+/// The remedy for a sidecar that accepts connections without answers.
 pub const FROZEN: &str = "the sidecar is frozen or overloaded: look at its log and restart it";
-/// A host that is reached takes a connection sooner.
+/// A reachable host accepts a connection sooner.
 const CONNECT_TIME_MAX: Duration = Duration::from_secs(2);
 /// Pages are made within milliseconds.
 const PAGE_TIME_MAX: Duration = Duration::from_secs(3);
-/// Time that a request takes beside the data thread's answer: the connection and the page.
+/// Time of a request beside the data thread's answer: the connection and the page.
 const SLACK: Duration = Duration::from_secs(2);
-/// The facts of thousands of namespaces.
+/// The longest answer: the facts of thousands of namespaces.
 const ANSWER_BYTES_MAX: usize = 64 << 20;
 
-/// Where a sidecar is controlled.
+/// The address of a sidecar's control requests or pages.
 #[derive(Clone, Debug)]
 pub enum ControlTarget {
     Unix(PathBuf),
@@ -37,11 +37,11 @@ pub enum ControlTarget {
         address: String,
         token: String,
     },
-    /// Its pages, which need no token.
+    /// Its pages, without a token.
     Pages(SocketAddr),
 }
 
-/// There is no answer; the text names the remedy.
+/// A request without an answer; the text names the remedy.
 #[derive(Debug, Error)]
 pub enum CtlError {
     #[error(
@@ -79,7 +79,7 @@ struct FailureBody {
     error: String,
 }
 
-/// Makes a request, with a body of JSON unless that is empty; the answer's body if all went well.
+/// Sends a request, with a body of JSON unless that is empty. Returns the body of a successful answer.
 pub fn send_request(
     target: &ControlTarget,
     method: &str,
@@ -168,7 +168,7 @@ impl ControlTarget {
         }
     }
 
-    /// The option to correct where the sidecar cannot be reached.
+    /// The option to correct if the sidecar cannot be reached.
     fn remedy(&self) -> &'static str {
         match self {
             Self::Unix(_) => "pass the sidecar's --control-socket PATH",
@@ -177,7 +177,7 @@ impl ControlTarget {
         }
     }
 
-    /// How long an answer is waited for: longer than a sidecar takes that is not frozen.
+    /// The longest wait for an answer: longer than a sidecar takes, unless it is frozen.
     fn time_max(&self, path: &str) -> Duration {
         match (self, path) {
             (Self::Pages(_), _) => PAGE_TIME_MAX,

@@ -1,4 +1,4 @@
-//! What a running sidecar says of its engines, by its control socket.
+//! A running sidecar's engines and blocks, by its control socket.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -10,7 +10,7 @@ use super::pair::PairEngine;
 use super::{Finding, FindingLevel, states};
 use crate::ctl::{self, ControlTarget, CtlError};
 
-/// As the sidecar answers it.
+/// The sidecar's answer.
 #[derive(Deserialize)]
 struct NamespacesPage {
     namespaces: Vec<PageNamespace>,
@@ -32,7 +32,7 @@ struct PagePeer {
     blocks: u64,
 }
 
-/// What memory of other sizes would have found, by multiples of `--dram`.
+/// Hits forecast for memory of other sizes, by multiples of `--dram`.
 #[derive(Deserialize)]
 struct ForecastPage {
     asked_blocks: u64,
@@ -60,14 +60,14 @@ struct SourceRate {
     bytes_per_second: f64,
 }
 
-/// Looks at what is kept, and at the engines of every namespace.
+/// Checks the kept blocks, and the engines of every namespace.
 pub(super) fn check_namespaces(socket: &Path) -> Vec<Finding> {
     let target = ControlTarget::Unix(socket.to_owned());
     let get = |path| ctl::send_request(&target, "GET", path, "");
     match get("/namespaces") {
         Ok(page) => {
             let mut found = judge(&page);
-            // A sidecar of an older release has no such pages.
+            // An older sidecar has no such pages.
             found.extend(get("/forecast").ok().as_deref().and_then(forecast_finding));
             found.extend(get("/rates").ok().as_deref().map(weigh).unwrap_or_default());
             found
@@ -76,7 +76,7 @@ pub(super) fn check_namespaces(socket: &Path) -> Vec<Finding> {
     }
 }
 
-/// An error whose text ends with the remedy.
+/// An error with the remedy at its end.
 fn unanswered_finding(error: &CtlError) -> Finding {
     let text = error.to_string();
     let (text, remedy) = text.split_once(": ").unwrap_or((&text, "look at the sidecar's log"));
@@ -110,7 +110,7 @@ fn judge(page: &str) -> Vec<Finding> {
     found
 }
 
-/// What other sizes of `--dram` would have found, once anything was asked for.
+/// The hits forecast for other sizes of `--dram`; `None` before any query.
 fn forecast_finding(page: &str) -> Option<Finding> {
     let ForecastPage { asked_blocks, hit_blocks } = serde_json::from_str(page).ok()?;
     let share = |(room, blocks): (&String, &u64)| {

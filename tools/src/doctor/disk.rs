@@ -1,4 +1,4 @@
-//! A path that is to keep blocks, as `pillion serve --ssd` would find it. Nothing is created or written.
+//! A path for blocks, checked with the rules of `pillion serve --ssd`. Nothing is created or written.
 
 use std::path::Path;
 
@@ -11,7 +11,7 @@ use sidecar::ports::disks;
 const STAT_BLOCK_BYTES: u64 = 512;
 const MIB: u64 = 1 << 20;
 
-/// What is wrong with it, or nothing.
+/// Checks the path.
 pub(super) fn check_disk(disk: &Disk) -> Finding {
     let bad = |text: String, remedy: &str| {
         Finding::bad(FindingLevel::Fail, "ssd", format!("{disk}: {text}"), remedy)
@@ -22,7 +22,7 @@ pub(super) fn check_disk(disk: &Disk) -> Finding {
         Err(error) => return bad(error.to_string(), "pass another path"),
     };
     let stat = rustix::fs::stat(&file).ok();
-    // What must be writable: what is there, or the folder where it is made.
+    // A path that exists must be writable, or else its folder.
     let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let (place, access) = match &stat {
         Some(_) => (file.as_path(), Access::READ_OK | Access::WRITE_OK),

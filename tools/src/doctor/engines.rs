@@ -21,7 +21,7 @@ pub(super) fn check_engines() -> Vec<Finding> {
     found
 }
 
-/// The release of the vLLM in the same Python environment: its metadata lie in `lib/python3.*` beside `bin`.
+/// The release of the vLLM in the same Python environment, by its metadata in `lib/python3.*` beside `bin`.
 fn version_beside(program: &Path) -> Option<String> {
     let libraries = fs::read_dir(program.parent()?.parent()?.join("lib")).ok()?.flatten();
     let pythons = libraries.filter(|entry| entry.file_name().to_string_lossy().starts_with("python3"));
@@ -42,7 +42,7 @@ fn vllm_version(name: &str) -> Option<String> {
     Some(version.to_owned())
 }
 
-/// `None` for a version without numbers.
+/// Judges a version; `None` if it has no numbers.
 fn judge_version(version: &str) -> Option<Finding> {
     let mut numbers = version.split('.');
     let major: u32 = numbers.next()?.parse().ok()?;

@@ -1,4 +1,4 @@
-//! This host, or this container, as a sidecar and an engine would find it.
+//! This host, or this container, as a place for a sidecar and an engine.
 
 use std::os::fd::OwnedFd;
 use std::path::Path;
@@ -16,22 +16,22 @@ use super::mesh::NICS;
 use super::{Finding, FindingLevel};
 use crate::ctl::FROZEN;
 
-/// What the batched copies were made for; see docs/decisions/0007.
+/// The least version for batched copies; see docs/decisions/0007.
 const DRIVER_MIN: i32 = 12_080;
-/// A KV cache of a small model on the CPU, which lies there; docker's default is 64 MiB.
+/// The KV cache of a small model on the CPU; docker's default is 64 MiB.
 const SHM_BYTES_MIN: u64 = 1 << 30;
 /// Below this, registered buffers of a disk or a network card find no room.
 const MEMLOCK_BYTES_MIN: u64 = 64 << 20;
 /// A living sidecar accepts at once.
 const PROBE_TIME_MAX: Duration = Duration::from_secs(1);
-/// A data thread that turns answers within milliseconds.
+/// A running data thread answers within milliseconds.
 const ANSWER_TIME_MAX: Timespec = Timespec { tv_sec: 2, tv_nsec: 0 };
 const MIB: u64 = 1 << 20;
 const SHM: &str = "/dev/shm";
-/// The check of whether a sidecar answers.
+/// The name of the check of a sidecar's answer.
 pub(super) const SIDECAR: &str = "sidecar";
 
-/// Looks at everything; `socket` is where a sidecar should be.
+/// Runs all checks; `socket` is the path of a sidecar's socket.
 pub(super) fn check_host(socket: &Path) -> Vec<Finding> {
     let mut found = gpus();
     found.extend([pid_namespace(), shm(), memlock(), hugepages(), io_uring(), rdma()]);
@@ -77,7 +77,7 @@ fn gpus() -> Vec<Finding> {
     findings
 }
 
-/// As nvidia-smi -L prints it.
+/// A UUID in the form of nvidia-smi -L.
 fn uuid(bytes: [u8; 16]) -> String {
     let hex: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
     format!("GPU-{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..])
@@ -178,7 +178,7 @@ fn rdma() -> Finding {
     }
 }
 
-/// Whether a sidecar answers a hello where engines look for it.
+/// Checks that a sidecar answers a hello on its socket.
 fn sidecar(path: &Path) -> Finding {
     match transport::connect_socket(path, PROBE_TIME_MAX) {
         Ok(socket) => greet(&socket, &path.display().to_string()),
@@ -186,7 +186,7 @@ fn sidecar(path: &Path) -> Finding {
     }
 }
 
-/// Why nobody can connect to a sidecar's socket.
+/// The reason of a failed connection to a sidecar's socket.
 pub(crate) fn explain_unreached(path: &Path, errno: Errno) -> Finding {
     let shown = path.display();
     let bad = |level, text, remedy| Finding::bad(level, SIDECAR, text, remedy);
@@ -214,8 +214,8 @@ pub(crate) fn explain_unreached(path: &Path, errno: Errno) -> Finding {
     }
 }
 
-/// Says hello as a probe, and waits for the answer: the kernel takes connections for a data thread that stands still. `None`
-/// where nothing comes; a reply that this release does not know is none.
+/// Sends a probe's hello, and waits for the answer: the kernel accepts connections for a hung data thread
+/// too. `None` without an answer; the reply is `None` if this release does not know it.
 pub(crate) fn send_probe(socket: &OwnedFd, engine: &str) -> Option<(Option<Reply>, Vec<OwnedFd>)> {
     let hello = Hello::new(engine.into(), 1, Role::Scheduler { run: PROBE_RUN });
     let hello = handshake::encode_hello(&hello, 0).expect("a hello within its rules");

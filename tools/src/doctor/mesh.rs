@@ -1,5 +1,5 @@
-//! What a mesh needs of this host, as `pillion serve` would find it with the same options. Names of peers are resolved; nobody is
-//! connected to.
+//! A mesh's needs of this host, checked with the options of `pillion serve`. Names of peers are resolved, and
+//! no peer is connected to.
 
 use std::fmt::Display;
 use std::io::ErrorKind;
@@ -14,13 +14,13 @@ use rustix::process::{Resource, getrlimit};
 use super::{Finding, FindingLevel};
 use sidecar::config::{IpPort, MeshOptions, Size, next_port};
 
-/// Where the kernel lists RDMA devices.
+/// The kernel's list of RDMA devices.
 pub(super) const NICS: &str = "/sys/class/infiniband";
 const MIB: u64 = 1 << 20;
-/// CAP_IPC_LOCK, by its number among the effective ones.
+/// The bit of CAP_IPC_LOCK among the effective capabilities.
 const IPC_LOCK: u32 = 14;
 
-/// What is wrong with what is given, or nothing. The pool is of `dram`.
+/// Checks the given options of the mesh. The pool has the size `dram`.
 pub(super) fn check_mesh(options: &MeshOptions, dram: Option<Size>) -> Vec<Finding> {
     let mut found = Vec::new();
     if let Some(IpPort(listen)) = options.listen {
@@ -40,7 +40,7 @@ pub(super) fn check_mesh(options: &MeshOptions, dram: Option<Size>) -> Vec<Findi
     found
 }
 
-/// An error whose text ends with the remedy.
+/// An error with the remedy at its end.
 fn refused(check: &str, error: &impl Display) -> Finding {
     let text = error.to_string();
     let (text, remedy) =
@@ -50,7 +50,7 @@ fn refused(check: &str, error: &impl Display) -> Finding {
 
 // === addresses ===
 
-/// The ports that a sidecar with this address listens at.
+/// Checks the ports of a sidecar with this address.
 fn ports(listen: SocketAddr, nics: bool) -> Vec<Finding> {
     if listen.ip().is_unspecified() {
         return vec![refused("mesh-listen", &::mesh::MeshError::Unreachable(listen))];
@@ -87,7 +87,7 @@ fn port(at: SocketAddr, what: &str) -> Finding {
 
 // === peers ===
 
-/// Whether a --peer has an address.
+/// Checks that a --peer has an address.
 fn peer(name: &str, resolver: &dyn Resolve) -> Finding {
     if let Err(error) = mesh::control::check_peer(name) {
         return refused("peer", &error);
@@ -133,21 +133,21 @@ fn nic(name: &String) -> Finding {
     }
 }
 
-/// What kind of network a NIC is on, and where it hangs in the machine.
+/// The kind of a NIC's network, and its NUMA node.
 fn describe_place(nics: &Path, name: &str) -> String {
     let read = |file: &str| {
         let text = std::fs::read_to_string(nics.join(name).join(file)).unwrap_or_default();
         Some(text.trim().to_owned()).filter(|text| !text.is_empty())
     };
     let link = read("ports/1/link_layer").unwrap_or_else(|| "unknown link layer".into());
-    // The kernel says -1 of a machine with one node.
+    // The kernel's value for a machine with one node is -1.
     match read("device/numa_node").filter(|node| node != "-1") {
         Some(node) => format!("{link}, NUMA node {node}"),
         None => format!("{link}, of no NUMA node in particular"),
     }
 }
 
-/// Whether limits of locked memory are none to this process.
+/// Returns true if limits of locked memory do not apply to this process.
 fn may_lock_all() -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
@@ -155,7 +155,8 @@ fn may_lock_all() -> bool {
     effective >> IPC_LOCK & 1 == 1
 }
 
-/// Every NIC registers the whole pool, and the kernel counts each time.
+/// Checks the limit of locked memory. Every NIC registers the whole pool, and the kernel counts each
+/// registration.
 fn memlock(limit: Option<u64>, pools: Option<u64>) -> Finding {
     let Some(limit) = limit else {
         return Finding::ok("nics-memlock", "memory that NICs register is not limited");
@@ -202,7 +203,7 @@ mod tests {
 
     #[test]
     fn an_address_is_of_this_host_and_its_ports_are_free() {
-        // One of loopback that nobody else has.
+        // A loopback address of this process alone.
         let ip = Ipv4Addr::from(127 << 24 | std::process::id() & 0x00ff_ffff);
         let at = |port| SocketAddr::new(ip.into(), port);
         let levels = |found: &[Finding]| found.iter().map(|finding| finding.level).collect::<Vec<_>>();
@@ -222,7 +223,7 @@ mod tests {
         assert!(last.remedy.as_ref().is_some_and(|remedy| remedy.contains("lower port")), "{last:?}");
     }
 
-    /// A resolver that knows the pods alone.
+    /// A resolver with the name `pods` alone.
     #[derive(Debug)]
     struct Names;
 
@@ -253,7 +254,7 @@ mod tests {
         assert_eq!(one(&options).level, FindingLevel::Ok);
     }
 
-    /// A node's files in `folder`: a certificate that names `name` and ends in `year`.
+    /// A node's files in `folder`: a certificate for `name`, valid until `year`.
     fn files(folder: &Path, name: &str, year: i32) -> MeshOptions {
         let mut params = CertificateParams::default();
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);

@@ -1,4 +1,4 @@
-//! Two engines' configurations: whether they share, and what keeps them from it.
+//! Two engines' configurations: the differences between their namespaces.
 
 use std::fmt;
 use std::io::Read;
@@ -9,10 +9,11 @@ use shm_protocol::namespace::{self, Facts};
 
 use super::{DoctorError, FILE_BYTES_MAX, Finding, FindingLevel};
 
-/// vLLM's policies for blocks that could not be loaded; the other one ends the request.
+/// vLLM's policy for blocks that could not be loaded; its other policy ends the request.
 const RECOMPUTE: &str = "recompute";
 
-/// One engine, as the control socket shows its namespace; the last two are for whoever wants them looked at too.
+/// One engine's namespace entry, as the control socket shows it. A user may add the last two fields, to have
+/// them checked too.
 #[derive(Debug, Deserialize)]
 pub(super) struct PairEngine {
     #[serde(default)]
@@ -26,7 +27,7 @@ pub(super) struct PairEngine {
     seed: Option<String>,
 }
 
-/// An engine that its sidecar has closed the namespace to.
+/// An engine barred from its namespace by its sidecar.
 #[derive(Debug, Deserialize)]
 struct PairBarred {
     engine: String,
@@ -63,17 +64,17 @@ impl PairEngine {
         Ok(engine.with_name(path.display().to_string()))
     }
 
-    /// The same under a name by which people know it.
+    /// The same engine with a name for the report.
     pub(super) fn with_name(self, name: String) -> Self {
         Self { name, ..self }
     }
 
-    /// The facts of it.
+    /// The engine's facts.
     pub(super) fn facts(&self) -> &Facts {
         &self.facts
     }
 
-    /// What is wrong with this one, whoever it is to share with.
+    /// Checks this engine alone, before any comparison.
     pub(super) fn check_engine(&self, found: &mut Vec<Finding>) {
         let name = &self.name;
         let digest = namespace::digest_facts(&self.facts).to_string();
@@ -114,7 +115,7 @@ impl PairEngine {
     }
 }
 
-/// What keeps two engines from sharing, the most telling first.
+/// The differences between two engines, the most telling first.
 pub(super) fn compare_engines(one: &PairEngine, other: &PairEngine) -> Vec<Finding> {
     let mut found = Vec::new();
     one.check_engine(&mut found);

@@ -1,4 +1,4 @@
-//! Models with states: blocks of full attention are of use up to a kept state alone.
+//! Models with states: blocks of full attention can be used up to a kept state alone.
 
 use std::collections::BTreeMap;
 
@@ -10,7 +10,7 @@ use super::{Finding, FindingLevel};
 const OF_GROUPS: [&str; 7] =
     ["block_tokens", "group_kind", "kv_quant", "layers", "page_bytes", "page_form", "state"];
 
-/// The cache groups of one model, as far as blocks of them are kept or engines state them.
+/// The cache groups of one model, as far as their blocks are kept or engines state them.
 #[derive(Default)]
 struct Groups {
     full_blocks: u64,
@@ -21,7 +21,8 @@ struct Groups {
     model: String,
 }
 
-/// Blocks of full attention without any state. `kept`: the facts of each namespace, and its blocks in memory and on disks.
+/// Finds models with blocks of full attention and without any state. `kept`: the facts of each namespace, and
+/// its blocks in memory and on disks.
 pub(super) fn check_states<'a>(kept: impl Iterator<Item = (&'a Facts, u64)>) -> Vec<Finding> {
     let mut models = BTreeMap::<Facts, Groups>::new();
     for (facts, blocks) in kept {

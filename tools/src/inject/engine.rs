@@ -1,4 +1,4 @@
-//! vLLM's container: how it is known, and the connector on its command line.
+//! vLLM's container: the signs of it, and the connector on its command line.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
@@ -49,7 +49,7 @@ enum Configured {
 /// A change of a command line: enough to take it back.
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 pub(super) struct CommandChange {
-    /// A word of its own, or a text within a script.
+    /// A separate word, or a text within a script.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     added: Option<String>,
     /// The value of another connector's option: before, and after.
@@ -57,8 +57,8 @@ pub(super) struct CommandChange {
     replaced: Option<[String; 2]>,
 }
 
-/// Whether a container looks like vLLM: by the last part of its image's name, or its command line. An organisation with vLLM in
-/// its name has other images, too.
+/// Returns true if a container looks like vLLM: by the last part of its image's name, or by its command line.
+/// An organisation with vLLM in its name has other images, too.
 pub(super) fn runs_vllm(container: &Node) -> bool {
     let image = container.text_at(&["image"]).unwrap_or_default();
     let name = image.rsplit_once('@').map_or(image, |(name, _)| name);
@@ -84,7 +84,7 @@ pub(super) fn stays_out(container: &Node) -> Vec<String> {
     found.map(|(option, remedy)| format!("Pillion stays out beside {option}: {remedy}")).collect()
 }
 
-/// Puts the connector on the command line; nothing where it is there.
+/// Puts the connector on the command line, if it is not there.
 pub(super) fn configure_connector(
     container: &mut Node,
     options: &InjectOptions,
@@ -245,7 +245,7 @@ fn settings(options: &InjectOptions, beside_another: bool) -> Value {
     settings
 }
 
-/// Runs the connector beside another one, or in its place. A note where both keep KV.
+/// Runs the connector beside another one, or in its place. Returns a note if both keep KV.
 fn replace(
     container: &mut Node,
     value: &str,
@@ -278,14 +278,14 @@ fn replace(
     Ok((CommandChange { added: None, replaced: Some([value.to_owned(), new]) }, note))
 }
 
-/// Adds the connector to the command line; the answer is the added text.
+/// Adds the connector to the command line, and returns the added text.
 fn add_connector(container: &mut Node, options: &InjectOptions, lists: &mut Lists) -> Result<String, String> {
     let argument = format!("{OPTION}={}", settings(options, false));
     let words = words(container);
     if words.iter().any(|word| is_script(word)) {
         return Ok(into_scripts(container, options));
     }
-    // The image's own entry point is vLLM where there is no command.
+    // Without a command, the image's own entry point is vLLM.
     let place = match program(&words) {
         Some(place) => place + 1,
         None if container.get("command").is_some_and(|command| !command.items().is_empty()) => {
@@ -306,7 +306,7 @@ fn add_connector(container: &mut Node, options: &InjectOptions, lists: &mut List
     Ok(argument)
 }
 
-/// The number of the word before vLLM's options, where no shell is between.
+/// The number of the word before vLLM's options; `None` if a shell is between.
 fn program(words: &[String]) -> Option<usize> {
     let vllm = |text: &str| text == "vllm" || text.ends_with("/vllm");
     let served =
@@ -314,12 +314,12 @@ fn program(words: &[String]) -> Option<usize> {
     served.or_else(|| words.iter().position(|word| word == MODULE))
 }
 
-/// Whether a word is a command line itself, for a shell.
+/// Returns true if a word is itself a command line for a shell.
 fn is_script(text: &str) -> bool {
     text.trim().contains(char::is_whitespace) && !places(text).is_empty()
 }
 
-/// Where a script's names of vLLM's server end, in order: whole words outside of comments.
+/// The ends of all names of vLLM's server in a script, in order: whole words outside of comments.
 fn places(text: &str) -> Vec<usize> {
     let text = uncommented(text);
     let ends = |end: usize| {

@@ -12,7 +12,7 @@ use super::{CopySide, InjectOptions, sidecar};
 const HASH_SEED: &str = "PYTHONHASHSEED";
 const PYTHON_PATH: &str = "PYTHONPATH";
 
-/// The state of a pod before, as far as its other parts do not say so.
+/// The state of a pod before the injection, as far as its other parts do not show it.
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 pub(super) struct PodRecord {
     /// The engine's container.
@@ -25,7 +25,7 @@ pub(super) struct PodRecord {
     /// Changed variables, and their values before.
     #[serde(default)]
     variables: BTreeMap<String, Option<String>>,
-    /// Lists that were there without items.
+    /// Lists that existed without items.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     lists: Lists,
 }
@@ -54,7 +54,7 @@ pub(super) fn find_engine(pod: &Node, options: &InjectOptions) -> Result<Option<
     Ok(found.first().copied())
 }
 
-/// Whether somebody else put a sidecar into the pod.
+/// Returns true if the pod has a sidecar of another origin.
 pub(super) fn has_sidecar(pod: &Node) -> bool {
     ["containers", "initContainers"].iter().any(|list| pod.named_item(list, sidecar::NAME).is_some())
 }

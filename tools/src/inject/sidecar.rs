@@ -1,5 +1,5 @@
-//! The additions to a pod: the sidecar's container, the container with the connector, and their volumes, as deploy/kubernetes has
-//! them.
+//! The additions to a pod: the sidecar's container, the container with the connector, and their volumes, as
+//! in deploy/kubernetes.
 
 use super::yaml::Node;
 use super::{CopySide, InjectOptions};
@@ -12,18 +12,19 @@ pub(super) const CONNECTOR: &str = "pillion-connector";
 pub(super) const NAMES: [&str; 5] = [NAME, CONNECTOR, "pillion-socket", "pillion-pool", "pillion-tls"];
 /// The mount of the connector's volume: a folder of the engine's `PYTHONPATH`.
 pub(super) const CONNECTOR_FOLDER: &str = "/opt/pillion";
-/// A user that no image has.
+/// A user of no image.
 const USER: &str = "65532";
-/// What a sidecar takes beside its pool: the index, sessions, and the host's part of a context on a GPU.
+/// MiB of a sidecar beside its pool: the index, sessions, and the host's part of a context on a GPU.
 const BESIDE_POOL_MIB: u64 = 2048;
 /// The pool file's header, and a page for each of its segments.
 const BESIDE_BLOCKS_MIB: u64 = 1024;
 const MIB: u64 = 1 << 20;
-/// Where both containers have the socket.
+/// The folder of the socket in both containers.
 pub(super) const SOCKET_FOLDER: &str = "/run/pillion";
 const POOL_FOLDER: &str = "/var/lib/pillion/pool";
 
-/// The init containers, in the order of their starts. `group` is the engine's, `claims` are of devices.
+/// The init containers, in the order of their starts. `group` is the engine's group, `claims` are its claims
+/// of devices.
 pub(super) fn init_containers(options: &InjectOptions, group: &str, claims: &[&str]) -> Vec<Node> {
     let connector = options.brings_connector().then(|| connector(options, group));
     connector.into_iter().chain([container(options, group, claims)]).collect()
@@ -134,8 +135,8 @@ pub(super) fn list_arguments(options: &InjectOptions, group: &str) -> Vec<String
 }
 
 fn environment(options: &InjectOptions, claims: &[&str]) -> Node {
-    // On the pool's volume, which no engine mounts: an engine that runs as root may use every socket that it sees. `pillion serve`
-    // and `pillion ctl` read the same variable.
+    // On the pool's volume, out of the engine's sight: an engine with the user root may use every socket that
+    // it sees. `pillion serve` and `pillion ctl` read the same variable.
     let mut variables =
         vec![make_variable("PILLION_CONTROL_SOCKET", Node::plain(format!("{POOL_FOLDER}/control.sock")))];
     if options.copy == CopySide::Sidecar && claims.is_empty() {
@@ -228,7 +229,7 @@ fn mebibytes(size: Size, more_mib: u64) -> String {
     }
 }
 
-/// A size as `pillion serve` reads it, to the byte.
+/// A size to the byte, in the form of `pillion serve`.
 fn exact(size: Size) -> String {
     match size.as_bytes() {
         bytes if bytes.is_multiple_of(1 << 30) => format!("{}GiB", bytes >> 30),

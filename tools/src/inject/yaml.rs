@@ -39,7 +39,7 @@ impl Node {
         Self::Map(entries.into_iter().map(|(key, value)| (Self::plain(key), value)).collect())
     }
 
-    /// Whether another value is read as this one: in quotes or plain, the same string is the same.
+    /// Returns true if another value is read as this one: in quotes or plain, the same string is the same.
     pub(super) fn is_same(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::Scalar { text, .. }, Self::Scalar { text: other_text, .. }) => {
@@ -60,7 +60,7 @@ impl Node {
         }
     }
 
-    /// Whether a scalar cannot be read as a number, a boolean, a time or nothing.
+    /// Returns true if a scalar cannot be read as a number, a boolean, a time or null.
     fn is_string(&self) -> bool {
         let Self::Scalar { text, plain, tag } = self else { return false };
         let words = ["true", "false", "yes", "no", "on", "off", "y", "n", "null", "~", "", ".nan"];
@@ -82,7 +82,7 @@ impl Node {
         }
     }
 
-    /// Whether Kubernetes reads a plain scalar as `true`; it follows YAML 1.1.
+    /// Returns true if Kubernetes reads a plain scalar as `true`, by the rules of YAML 1.1.
     pub(super) fn is_true(&self) -> bool {
         matches!(self, Self::Scalar { text, plain: true, .. }
             if ["true", "yes", "on", "y"].contains(&text.to_lowercase().as_str()))
@@ -121,7 +121,7 @@ impl Node {
         self.at(path)?.scalar_text()
     }
 
-    /// The items of the list below a key; none where there is no list.
+    /// The items of the list below a key; none without a list.
     pub(super) fn items_of(&self, key: &str) -> &[Self] {
         self.get(key).map_or(&[], Self::items)
     }
@@ -143,7 +143,8 @@ impl Node {
         }
     }
 
-    /// Gives a key of a map a string. One without quotes stays so where every reader takes the new one for a string, too.
+    /// Gives a key of a map a string. A string without quotes stays so if every reader takes the new one for
+    /// a string, too.
     pub(super) fn set_string(&mut self, key: &str, value: &str) {
         match self.get_mut(key) {
             Some(Self::Scalar { text, plain, tag: None }) => {
@@ -162,7 +163,7 @@ impl Node {
     }
 }
 
-/// Whether a text needs no quotes: such as the name of an image.
+/// Returns true if a text needs no quotes, such as the name of an image.
 fn is_word(text: &str) -> bool {
     let is_part = |character: char| character.is_ascii_alphanumeric() || "./:@_-".contains(character);
     Node::plain(text).is_string()
@@ -187,7 +188,7 @@ pub(super) fn split_documents(source: &str) -> Vec<&str> {
     starts.iter().zip(ends).map(|(start, end)| &source[*start..end]).collect()
 }
 
-/// Reads one document; none where a text has comments and directives alone. The error names line and column.
+/// Reads one document; `None` for a text of comments and directives alone. The error names line and column.
 pub(super) fn parse_document(source: &str) -> Result<Option<Node>, String> {
     if source.lines().all(|line| line.trim_start().is_empty() || line.starts_with(['#', '%'])) {
         return Ok(None);
@@ -432,7 +433,7 @@ fn is_printable(character: char) -> bool {
     !character.is_control() && !matches!(character, '\u{2028}' | '\u{2029}' | '\u{feff}')
 }
 
-/// Whether a text of several lines reads the same behind `|`.
+/// Returns true if a text of several lines reads the same behind `|`.
 fn is_literal(text: &str) -> bool {
     let printable = text.chars().all(|character| matches!(character, '\n' | '\t') || is_printable(character));
     printable

@@ -269,8 +269,9 @@ def kind_of_group(group: KVCacheGroupSpec) -> str:
 
 
 def state_tokens(kv_cache_config: KVCacheConfig) -> int:
-    """The tokens between states of the only group, equal to those of a block; 0: it has no states."""
-    return block_tokens(kv_cache_config) if kind_of_group(kv_cache_config.kv_cache_groups[0]) == "state" else 0
+    """The least tokens between states of the only group, of a block or of `--prefix-match-unit`; 0: it has no states."""
+    size, has_states = block_tokens(kv_cache_config), kind_of_group(kv_cache_config.kv_cache_groups[0]) == "state"
+    return min(size, getattr(kv_cache_config, "cache_hit_alignment_tokens", None) or size) if has_states else 0
 
 
 def offered_states(output: Any) -> Mapping[str, list[tuple[int, int, int]]]:

@@ -38,6 +38,43 @@ def test_states_beside_full_attention(options: engine.Options, model: Path, tmp_
             third.kill()
 
 
+MATCH_TOKENS = 32
+
+
+@pytest.mark.supports("states")
+@pytest.mark.parametrize("batched_tokens", [None, 128])
+def test_hits_within_blocks(options: engine.Options, model: Path, tmp_path: Path, batched_tokens: int | None) -> None:
+    """With `--prefix-match-unit` a prompt below a block is served, too, as upon vLLM's own hits within blocks. The negative
+    controls: with a layer of another state, or of another block of full attention, the answer differs."""
+    arguments = {"prefix_match_unit": MATCH_TOKENS}
+    with sidecar.serving(tmp_path) as keeper:
+        connected = dataclasses.replace(
+            options, model=model, socket=keeper.socket, batched_tokens=batched_tokens, arguments=arguments
+        )
+        found = [(len(tokens) - 1) // MATCH_TOKENS * MATCH_TOKENS for tokens in states.PROMPTS]
+        with engine.running(connected, tmp_path / "first.log") as first:
+            cold, local = states.ask(first), states.ask(first)
+            assert states.all_of(local, "cached_tokens") == found and first.metrics()["external_hits"] == 0
+            windows.wait_until_quiet(keeper)
+            first.kill()
+        with engine.running(connected, tmp_path / "second.log") as second:
+            warm, again = states.ask(second), states.ask(second)
+            assert states.all_of(warm, "cached_tokens") == states.all_of(again, "cached_tokens") == found
+            assert second.metrics()["external_hits"] == sum(found)
+            for answers in (warm, again):
+                assert states.all_of(answers, "tokens") == states.all_of(cold, "tokens")
+                assert states.all_of(answers, "logprobs") == states.all_of(local, "logprobs")
+            for kind in ("state", "full"):
+                windows.forget(second, keeper)
+                with states.exchanged(keeper, layer_bytes=4096, kind=kind) as kept:
+                    assert kept > 1
+                    exchanged = states.ask(second)
+                assert states.all_of(exchanged, "cached_tokens") == found
+                assert exchanged[0]["logprobs"] != local[0]["logprobs"], f"without the bytes of {kind}"
+            second.exit()
+        assert keeper.metrics()["pillion_load_failures_total"] == 0
+
+
 def test_a_shared_prompt_is_served_from_its_third_request_on(options: engine.Options, model: Path, tmp_path: Path) -> None:
     """The second request after a restart finds full attention's blocks, and leaves a state at their end."""
     shared = prompts.prompt(1000, seed=7)

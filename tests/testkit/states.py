@@ -60,16 +60,16 @@ def load(running: engine.Engine, keeper: sidecar.Sidecar, answers: Answers, laye
     assert damaged[-1]["logprobs"] != answers.local[-1]["logprobs"]
 
 
-def namespaces(keeper: sidecar.Sidecar) -> list[str]:
-    """The namespaces of the groups with states."""
+def namespaces(keeper: sidecar.Sidecar, kind: str = "state") -> list[str]:
+    """The namespaces of the groups of a kind."""
     found = keeper.namespaces()
-    return [str(each["namespace"]) for each in found if each["facts"]["group_kind"] == "state"]
+    return [str(each["namespace"]) for each in found if each["facts"]["group_kind"] == kind]
 
 
 @contextmanager
-def exchanged(keeper: sidecar.Sidecar, layer_bytes: int) -> Iterator[int]:
-    """Exchanges the first layers of states while the block runs. Yields the number of states."""
-    names = {bytes.fromhex(name) for name in namespaces(keeper)}
+def exchanged(keeper: sidecar.Sidecar, layer_bytes: int, kind: str = "state") -> Iterator[int]:
+    """Exchanges the first layers of states, or of blocks of another kind, while the block runs. Yields their number."""
+    names = {bytes.fromhex(name) for name in namespaces(keeper, kind)}
     with pool_file.mapped(Path(keeper.pool)) as pool:
         places = [slot.offset for slot in pool_file.committed(pool) if slot.namespace in names]
         _exchange(pool, places, layer_bytes)

@@ -25,6 +25,9 @@ from testkit import sidecar
 
 # Two groups with states and one with full attention; and scratch, a state, a window and full attention.
 MIXED: dict[str, Any] = {"kind": "mixed", "window": 100}
+# The same, with hits at the ends of a few tokens.
+UNIT_TOKENS = 8
+WITHIN = MIXED | {"match_tokens": UNIT_TOKENS}
 KINDS: dict[str, dict[str, Any]] = {"states": {"kind": "states"}, "mixed": MIXED}
 EACH = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 PROMPTS = [prompt_of(500, 201), prompt_of(300, 202)]
@@ -46,6 +49,45 @@ def test_a_kept_prefix_is_found_and_every_byte_is_right(stage: Stage, kind: dict
         assert (cold["value"], cold["wrong"], cold["hits"]) == (right, 0, 0)
         assert (warm["value"], warm["wrong"], warm["hits"]) == (right, 0, HITS)
         assert damaged["value"] > 0 and spoiled["hits"] == HITS and spoiled["wrong"] > 0
+
+
+@pytest.mark.supports("states")
+@pytest.mark.parametrize("copy", ["engine", "sidecar"])
+def test_a_hit_ends_within_a_block(stage: Stage, copy: str) -> None:
+    """Also in a prompt shorter than a block. Wrong bytes in the pool are noticed."""
+    prompts = [prompt_of(BLOCK_TOKENS - 3, 220), prompt_of(5 * BLOCK_TOKENS + 2 * UNIT_TOKENS + 3, 221)]
+    right, hits = right_answers(prompts, 40), sum(len(prompt) // UNIT_TOKENS * UNIT_TOKENS for prompt in prompts)
+    with sidecar.serving(stage.directory) as keeper:
+        damage: Act = {"do": "damage_pool", "with": {"path": str(keeper.pool)}}
+        acts = [generate(prompts, 40), SETTLE, RESET, generate(prompts, 40), RESET, damage, generate(prompts, 1)]
+        (connector,) = by_load(keeper, "auto", **{"pillion.copy": copy})
+        (results,) = stage.play(acts, connector, metrics=metrics(keeper), **WITHIN)
+        cold, _, _, warm, _, damaged, spoiled = results
+        assert (cold["value"], cold["wrong"], cold["hits"]) == (right, 0, 0)
+        assert (warm["value"], warm["wrong"], warm["hits"]) == (right, 0, hits)
+        assert damaged["value"] > 0 and spoiled["hits"] == hits and spoiled["wrong_loaded"] > 0
+
+
+@pytest.mark.supports("failed-steps", "states")
+@pytest.mark.parametrize("fault", ["skip", "refuse"])
+def test_a_step_that_fills_a_partly_loaded_block_fails(stage: Stage, fault: str) -> None:
+    """vLLM lists the block as full, and the next request reads it and goes on. Nothing of that is kept."""
+    prompt = prompt_of(2 * BLOCK_TOKENS + 2 * UNIT_TOKENS + 1, 222)
+    longer = prompt + prompt_of(2 * BLOCK_TOKENS, 223)
+    hit, right = len(prompt) // UNIT_TOKENS * UNIT_TOKENS, right_answers([longer], 40)
+    fail = {"do": "fail_step", "with": {"fault": fault}}
+    with sidecar.serving(stage.directory) as keeper:
+        before = [generate([prompt], 1), SETTLE, RESET, fail, generate([longer], 40)]
+        acts = [*before, generate([longer], 40), SETTLE, RESET, generate([longer], 40), SETTLE, RESET, generate([longer], 40)]
+        (results,) = stage.play(acts, *by_load(keeper, "auto"), metrics=metrics(keeper), **WITHIN)
+        *_, failed, wrong, _, _, computed, _, _, last = results
+        assert (failed["failed_steps"], failed["hits"], failed["value"]) == (1, hit, [[]])
+        # The load ended before the bytes without a writer.
+        assert wrong["wrong"] > 0 and wrong["wrong_loaded"] == 0
+        expect_right(computed, right, "behind a step that failed")
+        assert computed["hits"] == hit
+        expect_right(last, right, "of what is kept")
+        assert last["hits"] == len(longer) // UNIT_TOKENS * UNIT_TOKENS
 
 
 def test_a_conversation_goes_on_from_where_it_was(stage: Stage) -> None:

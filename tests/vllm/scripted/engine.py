@@ -499,9 +499,11 @@ class ScriptedEngine:
         self._loads_begun |= dict.fromkeys(begun, self.steps)
 
     def _note_load(self, group: int, name: str, blocks: list[int]) -> None:
-        tokens, table = self.scheduler.requests[name].all_token_ids, self.scheduler.kv_cache_manager.get_block_ids(name)[group]
+        request, table = self.scheduler.requests[name], self.scheduler.kv_cache_manager.get_block_ids(name)[group]
         for block in blocks:
-            self.worker.take_load(group, block, list(tokens[: (table.index(block) + 1) * self.worker.block_tokens[group]]))
+            # A hit may end within the last block.
+            end = min((table.index(block) + 1) * self.worker.block_tokens[group], request.num_computed_tokens)
+            self.worker.take_load(group, block, list(request.all_token_ids[:end]))
 
     def _end_loads(self, output: Any) -> None:
         if output is None:

@@ -186,8 +186,8 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
         # Positions that were read and were not right, by request; and those of them in blocks that were loaded.
         self.wrong: collections.Counter[str] = collections.Counter()
         self.wrong_loaded = 0
-        # Blocks that were loaded since they were written last, each with the group, the weights and the tokens of its load.
-        self._loaded: dict[int, tuple[int, int, int]] = {}
+        # Blocks that hold what was loaded, each with the mark of its load: see `_mark_load`.
+        self._loaded: dict[int, tuple[int, int, int, int]] = {}
         # The group that had each block last, blocks that went from one group to another, and null blocks in block tables.
         self._owners: dict[int, int] = {}
         self.crossings = self.null_blocks = 0
@@ -243,9 +243,13 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
         self.connector.handle_preemptions(step.kv_connector_metadata)
         starts = self._update_requests(step)
         for block in step.new_block_ids_to_zero or ():
+            self._loaded.pop(block, None)
             for pages in self._pages.values():
                 pages[block] = 0
         for source, target in step.kv_cache_block_copies or ():
+            self._loaded.pop(target, None)
+            if source in self._loaded:
+                self._loaded[target] = self._loaded[source]
             for pages in self._pages.values():
                 pages[target] = pages[source]
         if not step.total_num_scheduled_tokens:
@@ -314,18 +318,25 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
             self._owners.update(dict.fromkeys(owned, group))
 
     def take_load(self, group: int, block: int, tokens: list[int]) -> None:
-        """A block is about to be loaded, which ends with these tokens."""
-        self._loaded[block] = (group, self.weights, hash(tuple(tokens)))
+        """A block is about to be loaded up to the last of these tokens."""
+        self._loaded[block] = self._mark_load(group, tokens)
 
     def fail_load(self, blocks: Iterable[int]) -> None:
         """These blocks were not loaded. vLLM lists them once it schedules a step to compute them, even a skipped one."""
         for block in blocks:
             self._loaded.pop(block, None)
 
-    def _is_loaded(self, name: str, group: int, place: int, block: int) -> bool:
-        """Whether a block was loaded for what the request reads there; what else vLLM finds there is vLLM's affair."""
-        tokens = self._prefixes[name].tokens[: (place + 1) * self.block_tokens[group]]
-        return self._loaded.get(block) == (group, self.weights, hash(tuple(tokens)))
+    def _mark_load(self, group: int, tokens: list[int]) -> tuple[int, int, int, int]:
+        """The group, the weights and the tokens of a load. A block may have room behind these tokens."""
+        return group, self.weights, len(tokens), hash(tuple(tokens))
+
+    def _is_loaded(self, name: str, group: int, block: int, position: int) -> bool:
+        """True if a block was loaded for the request up to a position or further. Other contents are vLLM's affair: it lists a
+        partly loaded block as full once it schedules a step to fill it, even a skipped one."""
+        mark = self._loaded.get(block)
+        if mark is None or position >= mark[2]:
+            return False
+        return mark == self._mark_load(group, self._prefixes[name].tokens[: mark[2]])
 
     def _forward(self, step: Any, starts: dict[str, int], fault: str = "") -> dict[str, list[int]]:
         ends = {name: starts[name] + count for name, count in step.num_scheduled_tokens.items()}
@@ -352,8 +363,9 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
                 right = contents[name][-new:, its].reshape(new, pages.shape[1], -1)
                 # What is computed upon wrong KV is wrong.
                 pages[blocks[-new:], :, rows[-new:]] = ~right if bad[name] or fault else right
-                for block in blocks[-new:].tolist():
-                    self._loaded.pop(block, None)
+                for position, block in zip(range(starts[name], end), blocks[-new:].tolist(), strict=True):
+                    if block in self._loaded and position < self._loaded[block][2]:
+                        del self._loaded[block]
             self.connector.wait_for_layer_load(layer)
             for name in ends:
                 first, blocks, rows = places[name, group]
@@ -362,8 +374,8 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
                 if differs.any():
                     wrong = np.flatnonzero(differs.any(axis=(1, 2)))
                     bad[name].update((first + wrong).tolist())
-                    held = zip((first + wrong) // self.block_tokens[group], blocks[wrong].tolist(), strict=True)
-                    self.wrong_loaded += sum(self._is_loaded(name, group, int(place), block) for place, block in held)
+                    held = zip(blocks[wrong].tolist(), (first + wrong).tolist(), strict=True)
+                    self.wrong_loaded += sum(self._is_loaded(name, group, block, position) for block, position in held)
             self.connector.save_kv_layer(layer, self.kv[layer], None)
         sampled = {name: self._sample(name, end, bad[name], marks.get(name)) for name, end in ends.items()}
         self.drafts = {
@@ -396,7 +408,7 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
         for name in ends:
             (block, *_), start = self._blocks[name][group], starts[name]
             if start and self._rings.get(name) == start:
-                self._read_state((name, group, 0, block), pages, right[name][start - 1], start, bad)
+                self._read_state((name, group, block), pages, right[name][start - 1], start, bad)
         for name, end in ends.items():
             self._write_state(self._blocks[name][group][0], pages, right[name][end - 1], wrong=bool(bad[name] or fault))
             self._rings[name] = end
@@ -419,7 +431,7 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
                 place, accepted = self._states.get(name, ((start - 1) // tokens, 0))
                 block = blocks[place + accepted]
                 assert block, "vLLM's null block holds no state"
-                self._read_state((name, group, place, block), pages, right[name][start - 1], start, bad)
+                self._read_state((name, group, block), pages, right[name][start - 1], start, bad)
         for name, end in ends.items():
             place, first = (end - 1) // tokens, end - self._drafted.get(name, 0)
             for drafts in range(end - first + 1):
@@ -446,12 +458,12 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
                 self._states[name] = (place, accepted)
 
     def _read_state(
-        self, place: tuple[str, int, int, int], pages: np.ndarray, right: np.ndarray, start: int, bad: dict[str, set[int]]
+        self, place: tuple[str, int, int], pages: np.ndarray, right: np.ndarray, start: int, bad: dict[str, set[int]]
     ) -> None:
-        name, _, _, block = place
+        name, _, block = place
         if (pages[block].reshape(-1)[: len(right)] != right).any():
             bad[name].add(start - 1)
-            self.wrong_loaded += self._is_loaded(*place)
+            self.wrong_loaded += self._is_loaded(*place, start - 1)
 
     def _write_state(self, block: int, pages: np.ndarray, right: np.ndarray, *, wrong: bool) -> None:
         pages[block].reshape(-1)[: len(right)] = ~right if wrong else right

@@ -46,8 +46,9 @@ pub(super) fn check_states<'a>(kept: impl Iterator<Item = (&'a Facts, u64)>) -> 
             "{full_blocks} blocks of full attention are kept for {model}, and no state: without one no prompt hits"
         );
         let remedy = format!(
-            "ask for prompts of more than {block_tokens} tokens; if pillion_saves_lost_to_reuse_total or \
-             pillion_saves_dropped_total grows, give vLLM more KV memory, or the sidecar more --dram"
+            "ask for prompts of more than {block_tokens} tokens, or start vLLM with --prefix-match-unit 32; if \
+             pillion_saves_lost_to_reuse_total or pillion_saves_dropped_total grows, give vLLM more KV memory, or the sidecar \
+             more --dram"
         );
         Finding::bad(FindingLevel::Warn, "states", text, remedy)
     };

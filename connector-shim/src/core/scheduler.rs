@@ -396,7 +396,7 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
     }
 
     /// The engine's weights may have changed for the `number`th time: nothing is served, and nothing saved, until every rank
-    /// has stated what it holds now ([`crate::worker::Worker::set_weights`]). No lease survives. A number that is not above
+    /// has stated what it holds now ([`crate::worker::RankClient::set_weights`]). No lease survives. A number that is not above
     /// the last one does nothing.
     pub fn weights(&mut self, number: u64) {
         if number <= self.weights {

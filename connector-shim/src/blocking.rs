@@ -24,10 +24,10 @@ use crate::core::policy::{
     OpenedStep, PlannedStep, PolicyOptions, PolicyWait, Remark, ServedState,
 };
 pub use crate::core::policy::{CheckRate, RequestId};
-use crate::core::scheduler::{Config, LoadWait, PENDING, UNBOUND_WAIT};
-use crate::error::{ShimError, argument};
-use crate::scheduler::{self, Scheduler, random16};
-use crate::worker::{self, Memory, Worker};
+use crate::core::scheduler::{LoadWait, PENDING, SessionConfig, UNBOUND_WAIT};
+use crate::error::{ShimError, refuse_argument};
+use crate::scheduler::{self, SchedulerClient, draw_random16};
+use crate::worker::{self, RankClient, RegionMemory};
 
 /// A handshake takes milliseconds. On a busy machine one may take longer than its limit, 1 s, and is tried again a second later.
 const JOIN_PATIENCE: Duration = Duration::from_secs(5);
@@ -108,15 +108,15 @@ struct Sequence {
     /// The same once the reserved ones are written.
     reserved: u32,
     /// Blocks known to the policy.
-    told: usize,
+    offered: usize,
     begun: bool,
 }
 
 /// See the module.
 #[derive(Debug)]
 pub struct BlockingEngine {
-    policy: EnginePolicy<Scheduler>,
-    ranks: Vec<Worker>,
+    policy: EnginePolicy<SchedulerClient>,
+    ranks: Vec<RankClient>,
     run: [u8; 16],
     name_space: String,
     algorithm: Algorithm,
@@ -145,10 +145,10 @@ impl EngineSetup {
         let form: ExtraForm = self.stated_fact("extra_keys")?.parse()?;
         let none_hash = hex::decode(self.stated_fact("none_hash")?);
         let none_hash =
-            none_hash.or_else(|error| argument(format!("the fact none_hash is not hex ({error})")))?;
+            none_hash.or_else(|error| refuse_argument(format!("the fact none_hash is not hex ({error})")))?;
         let tokens = self.stated_fact("block_tokens")?;
         let tokens: u32 =
-            tokens.parse().or_else(|_| argument(format!("the fact block_tokens is '{tokens}'")))?;
+            tokens.parse().or_else(|_| refuse_argument(format!("the fact block_tokens is '{tokens}'")))?;
         Ok((algorithm, Chain::new(algorithm, &none_hash, tokens)?.with_form(form)))
     }
 
@@ -165,7 +165,7 @@ impl EngineSetup {
         (0..block_bytes / piece_bytes).map(region).collect()
     }
 
-    fn join_rank(&self, rank: u32) -> Result<Worker, ShimError> {
+    fn join_rank(&self, rank: u32) -> Result<RankClient, ShimError> {
         let worker = WorkerHello {
             rank,
             shard: rank,
@@ -179,19 +179,19 @@ impl EngineSetup {
             proves: self.expects.is_some(),
             ..WorkerHello::default()
         };
-        Worker::new(worker::Options {
+        RankClient::new(worker::WorkerSetup {
             socket: self.socket.clone(),
             engine: self.name.clone(),
             world_size: self.shards,
             worker,
-            memory: Memory::new(&[self.memory.descriptor], Vec::new(), Vec::new(), 0)?,
+            memory: RegionMemory::new(&[self.memory.descriptor], Vec::new(), Vec::new(), 0)?,
             staged: false,
             groups: None,
         })
     }
 
-    fn scheduler(&self, run: [u8; 16]) -> Result<Scheduler, ShimError> {
-        let config = Config {
+    fn scheduler(&self, run: [u8; 16]) -> Result<SchedulerClient, ShimError> {
+        let config = SessionConfig {
             budget: HIT_PATIENCE,
             by_engine: true,
             early: false,
@@ -200,7 +200,7 @@ impl EngineSetup {
             last: false,
             load_wait: LoadWait::default(),
         };
-        Scheduler::new(scheduler::Options {
+        SchedulerClient::new(scheduler::SchedulerSetup {
             socket: self.socket.clone(),
             engine: self.name.clone(),
             world_size: self.shards,
@@ -214,7 +214,7 @@ impl EngineSetup {
     }
 
     /// A request begins on its loaded blocks once they are there, so a failed load is a shorter hit.
-    fn policy(&self, session: Scheduler, block_tokens: u32) -> EnginePolicy<Scheduler> {
+    fn policy(&self, session: SchedulerClient, block_tokens: u32) -> EnginePolicy<SchedulerClient> {
         let form = GroupForm {
             kind: GroupKind::Full,
             block_tokens,
@@ -237,7 +237,7 @@ impl EngineSetup {
             tokens_per_step: u32::MAX,
             ..PolicyOptions::default()
         };
-        EnginePolicy::new(options, machine, GroupSet::new(vec![form], 0), vec![session], clock::now())
+        EnginePolicy::new(options, machine, GroupSet::new(vec![form], 0), vec![session], clock::read_clock())
     }
 }
 
@@ -256,9 +256,9 @@ impl BlockingEngine {
                 "{} shards or pieces of {piece_bytes} bytes divide no block of {block_bytes}",
                 setup.shards
             );
-            return argument(text);
+            return refuse_argument(text);
         }
-        let run = random16().map_or_else(|| argument("the system gives no random bytes"), Ok)?;
+        let run = draw_random16().map_or_else(|| refuse_argument("the system gives no random bytes"), Ok)?;
         let ranks = (0..setup.shards).map(|rank| setup.join_rank(rank)).collect::<Result<Vec<_>, _>>()?;
         let policy = setup.policy(setup.scheduler(run)?, block_tokens);
         let mut engine = Self {
@@ -274,8 +274,8 @@ impl BlockingEngine {
             proven_in: 0,
             bound_in: 0,
         };
-        let until = clock::now() + JOIN_PATIENCE;
-        while !engine.is_connected() && clock::now() < until {
+        let until = clock::read_clock() + JOIN_PATIENCE;
+        while !engine.is_connected() && clock::read_clock() < until {
             engine.wait_a_turn();
         }
         engine.follow_binding();
@@ -284,7 +284,7 @@ impl BlockingEngine {
 
     /// Whether a sidecar is there, as far as is known.
     pub fn is_connected(&self) -> bool {
-        self.policy.view(0).connected() && self.ranks.iter().all(Worker::connected)
+        self.policy.view(0).is_connected() && self.ranks.iter().all(RankClient::is_connected)
     }
 
     /// Tokens of a block.
@@ -305,7 +305,7 @@ impl BlockingEngine {
     /// Messages for the engine's log, each handed over once.
     pub fn take_notices(&mut self) -> Vec<String> {
         let mut notices = self.policy.session(0).take_notices();
-        notices.extend(self.ranks.iter().flat_map(Worker::take_notices));
+        notices.extend(self.ranks.iter().flat_map(RankClient::take_notices));
         notices.extend(self.policy.take_remarks().into_iter().filter_map(word_remark));
         notices
     }
@@ -344,7 +344,7 @@ impl BlockingEngine {
         });
         self.policy.set_tail(id, tail);
         if promises {
-            self.policy.announce(id);
+            self.policy.announce_request(id);
             self.follow_sidecar();
         }
         let found = self.ask_for_hits(id, patience);
@@ -361,8 +361,10 @@ impl BlockingEngine {
         chain.append(tokens);
         let tokens = tokens.to_vec();
         let blocks = Vec::new();
-        self.sequences
-            .insert(id, Sequence { tokens, chain, blocks, computed: 0, reserved: 0, told: 0, begun: false });
+        self.sequences.insert(
+            id,
+            Sequence { tokens, chain, blocks, computed: 0, reserved: 0, offered: 0, begun: false },
+        );
         self.tell_policy(id, 0);
         id
     }
@@ -371,8 +373,10 @@ impl BlockingEngine {
     fn tell_policy(&mut self, id: RequestId, more: u32) {
         let Some(sequence) = self.sequences.get(&id) else { return };
         let tokens = sequence.tokens.len() as u32 + more;
-        self.policy
-            .now(id, Now { tokens, computed: sequence.computed, preemptions: 0, adapter: Adapter::Absent });
+        self.policy.set_now(
+            id,
+            Now { tokens, computed: sequence.computed, preemptions: 0, adapter: Adapter::Absent },
+        );
         let hashes = sequence.chain.hashes();
         let known = self.policy.follow_keys(id, hashes.len(), |index, key: &mut BlockHash| {
             *key = hashes[index];
@@ -383,11 +387,11 @@ impl BlockingEngine {
 
     /// The tokens found, once that is known or `patience` is over.
     fn ask_for_hits(&mut self, id: RequestId, patience: Duration) -> u32 {
-        let until = clock::now() + patience;
+        let until = clock::read_clock() + patience;
         loop {
             match self.wait_for(|policy, time| policy.matched(id, 0, true, time)) {
                 FoundTokens::Tokens(tokens, _) => return tokens,
-                FoundTokens::Later if clock::now() >= until => return 0,
+                FoundTokens::Later if clock::read_clock() >= until => return 0,
                 FoundTokens::Later => self.wait_a_turn(),
             }
         }
@@ -411,14 +415,14 @@ impl BlockingEngine {
 
     /// One step of every rank, which the engine accepts: the blocks not loaded. `due` gives the numbers of the due requests.
     fn run_step(&mut self, changes: Changes, due: impl FnOnce(OpenedStep) -> Vec<Due>) -> Vec<u32> {
-        let opened = self.policy.begin_step(changes, clock::now());
+        let opened = self.policy.begin_step(changes, clock::read_clock());
         let due = due(opened);
         let computes = due.iter().filter(|due| due.scheduled.is_some()).count();
         let PlannedStep { step, parts, .. } = self.policy.end_step(&due, computes);
         let part = parts.into_iter().next().expect("there is one group");
         let mut failed: Vec<u32> = part.lost.into_iter().flat_map(|lost| lost.blocks).collect();
         for rank in &mut self.ranks {
-            rank.start(step, 0);
+            rank.start_step(step, 0);
             failed.extend(part.loads.iter().flat_map(|load| rank.load_now(load.plan.clone())));
             rank.done(step, true, 0);
         }
@@ -440,11 +444,11 @@ impl BlockingEngine {
     /// to be written. Fails without room, and if these are other tokens than before.
     pub fn reserve(&mut self, id: RequestId, tokens: &[u32]) -> Result<ReservedTokens, ShimError> {
         let Some(sequence) = self.sequences.get_mut(&id) else {
-            return argument("the request has ended: begin another one");
+            return refuse_argument("the request has ended: begin another one");
         };
         let known = sequence.tokens.len().min(tokens.len());
         if sequence.tokens[..known] != tokens[..known] {
-            return argument(
+            return refuse_argument(
                 "the tokens are not those that the request began with: pass them all, from the first one on",
             );
         }
@@ -454,7 +458,7 @@ impl BlockingEngine {
                 tokens.len(),
                 sequence.computed
             );
-            return argument(text);
+            return refuse_argument(text);
         }
         let needed = tokens.len().div_ceil(self.block_tokens as usize).saturating_sub(sequence.blocks.len());
         let Some(blocks) = self.free.take_blocks(needed) else {
@@ -462,7 +466,7 @@ impl BlockingEngine {
                 "{needed} blocks are needed and {} are free: end other requests, or make the engine with more blocks",
                 self.free.len()
             );
-            return argument(text);
+            return refuse_argument(text);
         };
         sequence.blocks.extend(blocks);
         sequence.chain.append(&tokens[known..]);
@@ -480,11 +484,11 @@ impl BlockingEngine {
     pub fn save(&mut self, id: RequestId) -> Result<u64, ShimError> {
         self.follow_binding();
         let Some(sequence) = self.sequences.get_mut(&id) else {
-            return argument("the request has ended: begin another one");
+            return refuse_argument("the request has ended: begin another one");
         };
         let (first, end) = (sequence.computed, sequence.reserved.max(sequence.computed));
-        let fresh = sequence.blocks[sequence.told..].to_vec();
-        sequence.told = sequence.blocks.len();
+        let fresh = sequence.blocks[sequence.offered..].to_vec();
+        sequence.offered = sequence.blocks.len();
         let changes = match std::mem::replace(&mut sequence.begun, true) {
             false => {
                 let begun = BegunRequest {
@@ -511,8 +515,8 @@ impl BlockingEngine {
 
     /// Waits until the sidecar has read all blocks; what it has not read by then it gives up.
     fn finish_saves(&mut self, id: RequestId) {
-        let until = clock::now() + SAVE_PATIENCE;
-        while self.policy.view(0).saving() > 0 && clock::now() < until {
+        let until = clock::read_clock() + SAVE_PATIENCE;
+        while self.policy.view(0).saving() > 0 && clock::read_clock() < until {
             self.wait_a_turn();
         }
         let blocks = self.sequences[&id].blocks.clone();
@@ -534,20 +538,20 @@ impl BlockingEngine {
         self.follow_binding();
         let mut chain = self.chain.clone();
         chain.append(tokens);
-        let (hashes, until) = (chain.hashes(), clock::now() + HIT_PATIENCE);
+        let (hashes, until) = (chain.hashes(), clock::read_clock() + HIT_PATIENCE);
         let session = self.policy.session(0);
-        let log = session.open(None);
-        let appended = session.append(log, 0, hashes.len() as u32, |index, key: &mut BlockHash| {
+        let log = session.open_log(None);
+        let appended = session.append_keys(log, 0, hashes.len() as u32, |index, key: &mut BlockHash| {
             *key = hashes[index as usize];
             Ok::<(), ShimError>(())
         });
         let count = appended.unwrap_or(0);
         let mut hits = self.policy.session(0).query(log, 0, count);
-        while hits == PENDING && clock::now() < until {
+        while hits == PENDING && clock::read_clock() < until {
             self.wait_a_turn();
             hits = self.policy.session(0).query(log, 0, count);
         }
-        self.policy.session(0).close(log, 0);
+        self.policy.session(0).close_log(log, 0);
         self.follow_sidecar();
         u32::try_from(hits).unwrap_or(0)
     }
@@ -557,7 +561,7 @@ impl BlockingEngine {
     /// Begins a proof by the first block of these tokens.
     pub fn begin_proof(&mut self, tokens: &[u32]) -> ProofStart {
         self.follow_binding();
-        if self.proven_in == self.policy.view(0).generation() && self.proven_in > 0 {
+        if self.proven_in == self.policy.view(0).connection_count() && self.proven_in > 0 {
             return ProofStart::Proven;
         }
         let Some(root) = tokens.get(..self.block_tokens as usize) else { return ProofStart::NotKept };
@@ -585,7 +589,7 @@ impl BlockingEngine {
             return Err(ShimError::Differs(self.name_space.clone()));
         }
         if now_checked > checked {
-            self.proven_in = self.policy.view(0).generation();
+            self.proven_in = self.policy.view(0).connection_count();
         }
         Ok(now_checked > checked)
     }
@@ -595,12 +599,12 @@ impl BlockingEngine {
     /// Calls until no answer is waited for any more.
     fn wait_for<T>(
         &mut self,
-        mut call: impl FnMut(&mut EnginePolicy<Scheduler>, Instant) -> Result<T, PolicyWait>,
+        mut call: impl FnMut(&mut EnginePolicy<SchedulerClient>, Instant) -> Result<T, PolicyWait>,
     ) -> T {
         loop {
-            let hits = match call(&mut self.policy, clock::now()) {
+            let hits = match call(&mut self.policy, clock::read_clock()) {
                 Ok(done) => return done,
-                Err(PolicyWait::Answer { group, op }) => self.policy.session(group).wait(op),
+                Err(PolicyWait::Answer { group, op }) => self.policy.session(group).wait_for_answer(op),
                 Err(PolicyWait::Linger { group, log, first, count, within }) => {
                     self.policy.session(group).linger(log, first, count, within)
                 }
@@ -612,13 +616,13 @@ impl BlockingEngine {
     /// Follows a sidecar that was started again, and waits once for each until the ranks are bound to their namespace.
     fn follow_binding(&mut self) {
         self.follow_sidecar();
-        let generation = self.policy.view(0).generation();
+        let generation = self.policy.view(0).connection_count();
         if self.bound_in == generation {
             return;
         }
         self.bound_in = generation;
-        let until = clock::now() + UNBOUND_WAIT;
-        while self.policy.state() == ServedState::Unbound && clock::now() < until {
+        let until = clock::read_clock() + UNBOUND_WAIT;
+        while self.policy.state() == ServedState::Unbound && clock::read_clock() < until {
             self.wait_a_turn();
         }
     }
@@ -640,9 +644,9 @@ impl BlockingEngine {
     }
 
     /// Leaves the sidecar.
-    pub fn disconnect(&mut self) {
+    pub fn disconnect_all(&mut self) {
         self.policy.session(0).disconnect();
-        self.ranks.iter_mut().for_each(Worker::disconnect);
+        self.ranks.iter_mut().for_each(RankClient::disconnect);
     }
 }
 

@@ -9,9 +9,9 @@ use std::time::{Duration, Instant};
 use rustix::io::Errno;
 
 use crate::clock;
-use crate::connection::{Address, ConnectError, Connection};
+use crate::connection::{ConnectError, Connection, SidecarAddress};
 use crate::core::endpoint::Endpoint;
-use crate::core::notices::{Cause, Notices};
+use crate::core::notices::{NoticeCause, Notices};
 use crate::error::{ShimError, refuse_forked};
 
 /// Time between two attempts to connect: a restarted sidecar is found soon, an absent one costs nothing.
@@ -20,15 +20,15 @@ const RETRY: Duration = Duration::from_secs(1);
 /// One process's end of a session that may come and go.
 #[derive(Debug)]
 pub(crate) struct Client {
-    shared: Arc<Shared>,
+    shared: Arc<ClientShared>,
     owner: u32,
     generation: u64,
     connection: Option<Arc<Connection>>,
 }
 
-/// What [`Client::refresh`] found.
+/// What [`Client::refresh_connection`] found.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(crate) enum Change {
+pub(crate) enum ConnectionChange {
     /// Nothing.
     Same,
     /// The connection is gone.
@@ -38,15 +38,15 @@ pub(crate) enum Change {
 }
 
 #[derive(Debug)]
-struct Shared {
-    address: Address,
+struct ClientShared {
+    address: SidecarAddress,
     notices: Arc<Notices>,
-    state: Mutex<State>,
+    state: Mutex<ClientState>,
     stopped: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct ClientState {
     fresh: Option<Arc<Connection>>,
     watched: Option<Arc<Connection>>,
     stop: bool,
@@ -56,9 +56,14 @@ struct State {
 
 impl Client {
     /// Tries once, then leaves it to the thread. A refusal is an error where `strict`, else a notice.
-    pub(crate) fn start(address: Address, notices: Arc<Notices>, strict: bool) -> Result<Self, ShimError> {
-        let shared = Arc::new(Shared { address, notices, state: Mutex::default(), stopped: Condvar::new() });
-        let connection = match shared.address.connect() {
+    pub(crate) fn start_client(
+        address: SidecarAddress,
+        notices: Arc<Notices>,
+        strict: bool,
+    ) -> Result<Self, ShimError> {
+        let shared =
+            Arc::new(ClientShared { address, notices, state: Mutex::default(), stopped: Condvar::new() });
+        let connection = match shared.address.connect_sidecar() {
             Ok(connection) => Some(Arc::new(connection)),
             Err(ConnectError::Refused(reason)) if strict => return Err(ShimError::Refused(reason)),
             Err(error) => {
@@ -70,7 +75,7 @@ impl Client {
         let (thread_shared, watched) = (Arc::clone(&shared), connection.clone());
         let spawned = std::thread::Builder::new()
             .name("pillion-watchdog".into())
-            .spawn(move || thread_shared.run(watched));
+            .spawn(move || thread_shared.watch_connections(watched));
         if let Err(error) = spawned {
             return Err(ShimError::no_thread(&error));
         }
@@ -89,7 +94,7 @@ impl Client {
     }
 
     /// How many connections there have been.
-    pub(crate) fn generation(&self) -> u64 {
+    pub(crate) fn connection_count(&self) -> u64 {
         self.generation
     }
 
@@ -99,7 +104,7 @@ impl Client {
     }
 
     /// Notices a hang-up, by a look at the socket where `look`, else by what is known; picks up a new connection.
-    pub(crate) fn refresh(&mut self, look: bool) -> Change {
+    pub(crate) fn refresh_connection(&mut self, look: bool) -> ConnectionChange {
         let gone = self.connection.as_ref().is_some_and(|c| if look { c.is_lost() } else { c.was_lost() });
         if gone {
             self.connection = None;
@@ -108,19 +113,19 @@ impl Client {
             self.connection = self.shared.take_fresh();
             if self.connection.is_some() {
                 self.generation += 1;
-                return Change::Connected;
+                return ConnectionChange::Connected;
             }
         }
-        if gone { Change::Lost } else { Change::Same }
+        if gone { ConnectionChange::Lost } else { ConnectionChange::Same }
     }
 
     /// Hangs up on a sidecar that broke the protocol; the thread connects anew.
     pub(crate) fn give_up(&mut self, text: &str) {
-        self.leave(Cause::Protocol, broken(text));
+        self.leave_sidecar(NoticeCause::Protocol, describe_breach(text));
     }
 
     /// Hangs up and says why; the thread connects anew.
-    pub(crate) fn leave(&mut self, cause: Cause, text: String) {
+    pub(crate) fn leave_sidecar(&mut self, cause: NoticeCause, text: String) {
         self.shared.notices.say(cause, text);
         if let Some(connection) = self.connection.take() {
             connection.hang_up();
@@ -142,7 +147,7 @@ impl Client {
 }
 
 /// What is said of a sidecar that broke the protocol.
-pub(crate) fn broken(text: &str) -> String {
+pub(crate) fn describe_breach(text: &str) -> String {
     format!(
         "the sidecar broke the protocol ({text}); connecting again. Install the same pillion release on both sides"
     )
@@ -160,10 +165,10 @@ impl Drop for Client {
     }
 }
 
-// === impl Shared ===
+// === impl ClientShared ===
 
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
+impl ClientShared {
+    fn lock(&self) -> MutexGuard<'_, ClientState> {
         // Nothing under this lock can panic half-way.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -172,8 +177,8 @@ impl Shared {
         self.lock().fresh.take().filter(|connection| !connection.was_lost())
     }
 
-    fn run(&self, mut watched: Option<Arc<Connection>>) {
-        let mut attempted = clock::now();
+    fn watch_connections(&self, mut watched: Option<Arc<Connection>>) {
+        let mut attempted = clock::read_clock();
         loop {
             if let Some(connection) = watched.take() {
                 connection.wait_lost();
@@ -182,8 +187,8 @@ impl Shared {
             if self.sleep_until(attempted + RETRY) {
                 return;
             }
-            attempted = clock::now();
-            match self.address.connect() {
+            attempted = clock::read_clock();
+            match self.address.connect_sidecar() {
                 Ok(connection) => watched = Some(self.hand_over(connection)),
                 Err(error) => self.say_failed(&error),
             }
@@ -201,9 +206,9 @@ impl Shared {
         state.fresh = Some(Arc::clone(&connection));
         state.watched = Some(Arc::clone(&connection));
         drop(state);
-        self.notices.forget(&[Cause::Absent, Cause::Refused, Cause::Lost]);
+        self.notices.forget_causes(&[NoticeCause::Absent, NoticeCause::Refused, NoticeCause::Lost]);
         self.notices.say(
-            Cause::Reconnected,
+            NoticeCause::Reconnected,
             format!("connected to the sidecar at {}, release {release}", self.address.socket.display()),
         );
         connection
@@ -213,7 +218,7 @@ impl Shared {
     fn sleep_until(&self, time: Instant) -> bool {
         let mut state = self.lock();
         loop {
-            let left = time.saturating_duration_since(clock::now());
+            let left = time.saturating_duration_since(clock::read_clock());
             if state.stop || left.is_zero() {
                 return state.stop;
             }
@@ -225,9 +230,9 @@ impl Shared {
         let mut state = self.lock();
         state.watched = None;
         if !state.stop {
-            self.notices.forget(&[Cause::Reconnected]);
+            self.notices.forget_causes(&[NoticeCause::Reconnected]);
             self.notices.say(
-                Cause::Lost,
+                NoticeCause::Lost,
                 "the sidecar closed the connection; serving without the cache until it is \
                  back",
             );
@@ -245,15 +250,15 @@ impl Shared {
                     _ => format!("Start one: pillion serve --socket {socket}. In a container, mount that folder"),
                 };
                 self.notices.say(
-                    Cause::Absent,
+                    NoticeCause::Absent,
                     format!("no sidecar answers on {socket} ({errno}); serving without the cache and trying again every second. {remedy}"),
                 );
             }
             ConnectError::Refused(reason) => {
-                self.notices.say(Cause::Refused, format!("the sidecar refuses this engine: {reason}"));
+                self.notices.say(NoticeCause::Refused, format!("the sidecar refuses this engine: {reason}"));
             }
             ConnectError::Broken(text) => self.notices.say(
-                Cause::Protocol,
+                NoticeCause::Protocol,
                 format!("{socket} does not answer like a sidecar of this release: {text}. Stop any other program that \
                      listens there, or install the same pillion release on both sides"),
             ),

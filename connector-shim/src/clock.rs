@@ -4,6 +4,6 @@ use std::time::Instant;
 
 /// Now.
 #[allow(clippy::disallowed_methods, reason = "this client keeps the deadlines of the engine's calls itself")]
-pub(crate) fn now() -> Instant {
+pub(crate) fn read_clock() -> Instant {
     Instant::now()
 }

@@ -17,14 +17,14 @@ use shm_protocol::{ACCEPT_SINCE, transport, wait};
 
 use crate::clock;
 use crate::core::endpoint::Endpoint;
-use crate::pool::Pool;
+use crate::pool::MappedPool;
 
 /// The longest a handshake may take: the engine's start waits for it once.
 pub(crate) const HANDSHAKE: Duration = Duration::from_secs(1);
 
 /// The sidecar's socket, and the encoded HELLO for it, which has passed `Hello::check`.
 #[derive(Debug)]
-pub(crate) struct Address {
+pub(crate) struct SidecarAddress {
     /// The sidecar's socket.
     pub(crate) socket: PathBuf,
     /// The first record.
@@ -52,7 +52,7 @@ pub struct Connection {
     /// The session's shared memory.
     pub(crate) memory: SessionMemory,
     /// The pool; schedulers do not map it.
-    pub(crate) pool: Option<Arc<Pool>>,
+    pub(crate) pool: Option<Arc<MappedPool>>,
     /// The sidecar's facts.
     pub(crate) welcome: Welcome,
     socket: OwnedFd,
@@ -82,9 +82,9 @@ impl From<HandshakeError> for ConnectError {
     }
 }
 
-// === impl Address ===
+// === impl SidecarAddress ===
 
-impl Address {
+impl SidecarAddress {
     /// Refuses a hello, or a number of descriptors, that the sidecar would.
     pub(crate) fn new(
         socket: PathBuf,
@@ -97,8 +97,8 @@ impl Address {
     }
 
     /// Connects and shakes hands, within [`HANDSHAKE`].
-    pub(crate) fn connect(&self) -> Result<Connection, ConnectError> {
-        let deadline = clock::now() + HANDSHAKE;
+    pub(crate) fn connect_sidecar(&self) -> Result<Connection, ConnectError> {
+        let deadline = clock::read_clock() + HANDSHAKE;
         let socket = transport::connect_socket(&self.socket, HANDSHAKE)?;
         limit(&socket, deadline)?;
         let descriptors: Vec<_> = self.descriptors.iter().map(AsFd::as_fd).collect();
@@ -119,7 +119,7 @@ impl Address {
 
 /// Gives the socket's next call what is left of the handshake's time.
 fn limit(socket: &OwnedFd, deadline: Instant) -> Result<(), Errno> {
-    let left = deadline.saturating_duration_since(clock::now());
+    let left = deadline.saturating_duration_since(clock::read_clock());
     if left.is_zero() {
         return Err(Errno::TIMEDOUT);
     }
@@ -148,7 +148,7 @@ impl Connection {
         }
         let memory = SessionMemory::open(welcome.version, memory).map_err(|error| error.to_string())?;
         let pool = match maps_pool {
-            true => Some(Arc::new(Pool::map(&pool, welcome.pool_bytes)?)),
+            true => Some(Arc::new(MappedPool::map(&pool, welcome.pool_bytes)?)),
             false => None,
         };
         Ok(Self { memory, pool, welcome, socket, doorbell, sidecar, lost: AtomicBool::new(false) })
@@ -167,7 +167,7 @@ impl Connection {
 
     /// Blocks until the sidecar is gone, or this side hung up.
     pub(crate) fn wait_lost(&self) {
-        while !self.look(None) {}
+        while !self.poll_lost(None) {}
     }
 
     /// Whether the sidecar's process has ended, its files and its GPU channels with it: nothing of it writes any more.
@@ -176,7 +176,7 @@ impl Connection {
     }
 
     /// After the handshake the socket carries nothing: whatever there is to read is the end.
-    fn look(&self, timeout: Option<&Timespec>) -> bool {
+    fn poll_lost(&self, timeout: Option<&Timespec>) -> bool {
         let mut sockets = [PollFd::new(&self.socket, PollFlags::IN | PollFlags::RDHUP)];
         // An interrupted poll has seen nothing; the caller looks again.
         let ready = poll(&mut sockets, timeout).is_ok_and(|count| count > 0);
@@ -221,7 +221,7 @@ impl Endpoint for Connection {
     }
 
     fn is_lost(&self) -> bool {
-        self.was_lost() || self.look(Some(&AT_ONCE))
+        self.was_lost() || self.poll_lost(Some(&AT_ONCE))
     }
 
     fn hang_up(&self) {

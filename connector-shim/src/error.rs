@@ -75,7 +75,7 @@ impl ShimError {
 }
 
 /// An argument error.
-pub(crate) fn argument<T>(text: impl Into<String>) -> Result<T, ShimError> {
+pub(crate) fn refuse_argument<T>(text: impl Into<String>) -> Result<T, ShimError> {
     Err(ShimError::Argument(text.into()))
 }
 

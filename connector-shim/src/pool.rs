@@ -16,7 +16,7 @@ use shm_protocol::region::{Access, Region, descriptor_bytes};
 
 /// One life of a sidecar's pool.
 #[derive(Debug)]
-pub(crate) struct Pool {
+pub(crate) struct MappedPool {
     region: Arc<Region>,
     extent: Extent,
     /// Whether the file cannot be cut.
@@ -27,9 +27,9 @@ pub(crate) struct Pool {
     segments: u64,
 }
 
-// === impl Pool ===
+// === impl MappedPool ===
 
-impl Pool {
+impl MappedPool {
     /// Maps the pool that came with the handshake, once its size and header are sound.
     pub(crate) fn map(fd: &OwnedFd, bytes: u64) -> Result<Self, String> {
         let held = descriptor_bytes(fd).map_err(|errno| format!("the pool: {errno}"))?;
@@ -67,17 +67,18 @@ impl Pool {
             return true;
         }
         // Before it is settled its sidecar takes memory from it, and serves nothing of it.
-        let settled = self.settled.load(Ordering::Relaxed) || self.load()(header::SETTLED as usize) == 1;
+        let settled =
+            self.settled.load(Ordering::Relaxed) || self.word_loader()(header::SETTLED as usize) == 1;
         self.settled.store(settled, Ordering::Relaxed);
         !settled || self.extent.is_whole()
     }
 
     /// Whether the slot is whole and of this filling.
-    pub(crate) fn verify(&self, slot: SlotRef, block_bytes: u64) -> bool {
-        verify_slot(self.load(), self.segment_bytes, self.segments, slot, block_bytes)
+    pub(crate) fn verify_slot(&self, slot: SlotRef, block_bytes: u64) -> bool {
+        verify_slot(self.word_loader(), self.segment_bytes, self.segments, slot, block_bytes)
     }
 
-    fn load(&self) -> impl Fn(usize) -> u64 {
+    fn word_loader(&self) -> impl Fn(usize) -> u64 {
         load_from(&self.region, (!self.sealed).then(|| self.extent.file().as_fd()))
     }
 }

@@ -10,8 +10,8 @@ mod keys;
 mod options;
 mod policy;
 mod rank;
+mod remarks;
 mod shared_memory;
-mod told;
 
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -31,9 +31,9 @@ use shm_protocol::prefill::PrefillRate;
 use shm_protocol::source::Source;
 
 use crate::core::plan::Plan;
-use crate::error::{ShimError as Failure, argument, refuse_forked};
-use crate::scheduler::{Asked, BlockChange, Config, LoadWait, Scheduler};
-use crate::worker::{Begun, Memory, Worker};
+use crate::error::{ShimError as Failure, refuse_argument, refuse_forked};
+use crate::scheduler::{AskedQuery, BlockChange, LoadWait, SchedulerClient, SessionConfig};
+use crate::worker::{Begun, RankClient, RegionMemory};
 use crate::{scheduler, worker};
 
 /// The placeholder of an adapter while its digest is being computed; an adapter without the cache has an empty one.
@@ -54,14 +54,14 @@ impl From<Failure> for PyErr {
 
 /// A session as Python threads share it.
 #[derive(Debug)]
-struct Guarded<S> {
+struct GuardedSession<S> {
     session: Mutex<S>,
     owner: u32,
 }
 
-// === impl Guarded ===
+// === impl GuardedSession ===
 
-impl<S> Guarded<S> {
+impl<S> GuardedSession<S> {
     fn new(session: S) -> Self {
         Self { session: Mutex::new(session), owner: std::process::id() }
     }
@@ -71,7 +71,7 @@ impl<S> Guarded<S> {
     }
 
     /// One call. A forked child is refused before the lock: its parent may have held it. A panic ends the session.
-    fn enter<T>(&self, call: impl FnOnce(&mut S) -> PyResult<T>) -> PyResult<T> {
+    fn enter_call<T>(&self, call: impl FnOnce(&mut S) -> PyResult<T>) -> PyResult<T> {
         self.refuse_forked()?;
         let entered = catch_unwind(AssertUnwindSafe(|| {
             let mut session = self.session.lock().map_err(|_| internal_error())?;
@@ -89,7 +89,7 @@ impl<S> Guarded<S> {
 
     /// The same of a call without an error of its own.
     fn with<T>(&self, call: impl FnOnce(&mut S) -> T) -> PyResult<T> {
-        self.enter(|session| Ok(call(session)))
+        self.enter_call(|session| Ok(call(session)))
     }
 }
 
@@ -106,7 +106,7 @@ struct SchedulerSession(SessionOwner);
 /// The owner of the session.
 #[derive(Debug)]
 enum SessionOwner {
-    Itself(Box<Guarded<Scheduler>>),
+    Itself(Box<GuardedSession<SchedulerClient>>),
     /// A cache group of a policy.
     Group(Py<policy::PyPolicy>, usize),
 }
@@ -114,14 +114,14 @@ enum SessionOwner {
 // === impl SessionOwner ===
 
 impl SessionOwner {
-    fn enter_session<T>(&self, call: impl FnOnce(&mut Scheduler) -> PyResult<T>) -> PyResult<T> {
+    fn enter_session<T>(&self, call: impl FnOnce(&mut SchedulerClient) -> PyResult<T>) -> PyResult<T> {
         match self {
-            Self::Itself(session) => session.enter(call),
+            Self::Itself(session) => session.enter_call(call),
             Self::Group(policy, group) => policy.get().session(*group, call),
         }
     }
 
-    fn with<T>(&self, call: impl FnOnce(&mut Scheduler) -> T) -> PyResult<T> {
+    fn with<T>(&self, call: impl FnOnce(&mut SchedulerClient) -> T) -> PyResult<T> {
         self.enter_session(|session| Ok(call(session)))
     }
 }
@@ -151,29 +151,37 @@ impl SchedulerSession {
         let (run, budget) = (bytes16("a run id", run)?, Duration::from_micros(budget_us));
         let untold = LoadWait::default();
         let load_wait = LoadWait { most_ms: wait_max_ms.unwrap_or(untold.most_ms), ..untold };
-        let options = scheduler::Options {
+        let options = scheduler::SchedulerSetup {
             socket,
             engine,
             world_size,
             run,
-            config: Config { budget, by_engine, early, part_blocks, whole_blocks, last: false, load_wait },
+            config: SessionConfig {
+                budget,
+                by_engine,
+                early,
+                part_blocks,
+                whole_blocks,
+                last: false,
+                load_wait,
+            },
             miss_wait_ms,
             handover_wait_ms,
             promise_wait_ms,
             groups: some16("groups", groups)?,
         };
-        let session = Guarded::new(py.detach(|| Scheduler::new(options))?);
+        let session = GuardedSession::new(py.detach(|| SchedulerClient::new(options))?);
         Ok(Self(SessionOwner::Itself(Box::new(session))))
     }
 
     #[getter]
     fn connected(&self) -> PyResult<bool> {
-        self.0.with(|session| session.connected())
+        self.0.with(|session| session.is_connected())
     }
 
     #[getter]
     fn generation(&self) -> PyResult<u64> {
-        self.0.with(|session| session.generation())
+        self.0.with(|session| session.connection_count())
     }
 
     #[getter]
@@ -189,16 +197,17 @@ impl SchedulerSession {
     #[pyo3(signature = (fold = None))]
     fn open(&self, fold: Option<&[u8]>) -> PyResult<i64> {
         let fold = some16("a fold", fold)?;
-        self.0.with(|session| session.open(fold))
+        self.0.with(|session| session.open_log(fold))
     }
 
     fn append(&self, log: i64, hashes: &Bound<'_, PyList>, start: u32) -> PyResult<u32> {
-        let end = u32::try_from(hashes.len()).or_else(|_| argument("more than 2^32 hashes: pass fewer"))?;
+        let end =
+            u32::try_from(hashes.len()).or_else(|_| refuse_argument("more than 2^32 hashes: pass fewer"))?;
         let key = |index: u32, key: &mut BlockHash| -> PyResult<()> {
             let item = hashes.get_item(index as usize)?;
             Ok(key.set_bytes(item.cast::<PyBytes>()?.as_bytes()).map_err(Failure::from)?)
         };
-        self.0.enter_session(|session| session.append(log, start, end.saturating_sub(start), key))
+        self.0.enter_session(|session| session.append_keys(log, start, end.saturating_sub(start), key))
     }
 
     fn append_tail(&self, log: i64, tail: &[u8]) -> PyResult<bool> {
@@ -214,7 +223,7 @@ impl SchedulerSession {
     }
 
     fn promise(&self, log: i64) -> PyResult<()> {
-        self.0.enter_session(|session| Ok(session.promise(log)?))
+        self.0.enter_session(|session| Ok(session.promise_log(log)?))
     }
 
     fn hint(&self, log: i64, start: u32, count: u32) -> PyResult<()> {
@@ -222,9 +231,9 @@ impl SchedulerSession {
     }
 
     fn query(&self, py: Python<'_>, log: i64, start: u32, count: u32) -> PyResult<i64> {
-        let (answer, op) = self.0.with(|session| match session.ask(log, start, count) {
-            Asked::Answered(hits) => (Some(hits), 0),
-            Asked::Posted(op) => (session.hold(op), op),
+        let (answer, op) = self.0.with(|session| match session.ask_query(log, start, count) {
+            AskedQuery::Answered(hits) => (Some(hits), 0),
+            AskedQuery::Posted(op) => (session.hold(op), op),
         })?;
         answer.map_or_else(|| self.sleep(py, op), Ok)
     }
@@ -240,7 +249,7 @@ impl SchedulerSession {
 
     fn tell_prefill(&self, token_ns: f32, slope_ns: f32) -> PyResult<()> {
         let wrong = || {
-            argument(
+            refuse_argument(
                 "no rate: pass times of 0 to 1e9 ns for a token, and for each token before it, not both 0",
             )
         };
@@ -266,7 +275,7 @@ impl SchedulerSession {
         sync: bool,
     ) -> PyResult<Vec<Bound<'py, PyBytes>>> {
         let blocks = block_list(block_ids)?;
-        let load = || self.0.with(|session| session.load(log, start, &blocks, step, sync));
+        let load = || self.0.with(|session| session.post_load(log, start, &blocks, step, sync));
         // Other threads run while a lease is renewed.
         let renews = self.0.with(|session| session.must_renew(log))?;
         let plans = if renews { py.detach(load) } else { load() }?;
@@ -283,11 +292,11 @@ impl SchedulerSession {
         checked: bool,
     ) -> PyResult<bool> {
         let blocks = block_list(block_ids)?;
-        self.0.with(|session| session.save(log, start, blocks, step, checked))
+        self.0.with(|session| session.post_save(log, start, blocks, step, checked))
     }
 
     fn accept(&self, step: u64) -> PyResult<()> {
-        self.0.with(|session| session.accept(step))
+        self.0.with(|session| session.accept_step(step))
     }
 
     fn overwrite(&self, block_ids: &Bound<'_, PyList>) -> PyResult<usize> {
@@ -308,11 +317,11 @@ impl SchedulerSession {
     }
 
     fn release(&self, log: i64) -> PyResult<()> {
-        self.0.with(|session| session.release(log))
+        self.0.with(|session| session.release_lease(log))
     }
 
     fn close(&self, log: i64) -> PyResult<()> {
-        self.0.with(|session| session.close(log, 0))
+        self.0.with(|session| session.close_log(log, 0))
     }
 
     fn salt(&self) -> PyResult<bool> {
@@ -328,17 +337,17 @@ impl SchedulerSession {
     }
 
     fn announce(&self) -> PyResult<()> {
-        self.0.with(|session| session.announce())
+        self.0.with(|session| session.ask_announcements())
     }
 
     #[allow(clippy::type_complexity, reason = "what _shim.pyi says of it")]
     fn take_changes<'py>(&self, py: Python<'py>) -> PyResult<(Vec<(bool, bool, Bound<'py, PyBytes>)>, bool)> {
         let (changes, saving) = self.0.with(|session| (session.take_changes(), session.saving() > 0))?;
-        let told = |change: &BlockChange| {
+        let remarks = |change: &BlockChange| {
             let Located { medium, hash, .. } = &change.located;
             (change.stored, *medium != Source::Memory, PyBytes::new(py, hash.unpadded()))
         };
-        Ok((changes.iter().map(told).collect(), saving))
+        Ok((changes.iter().map(remarks).collect(), saving))
     }
 
     fn stats(&self) -> PyResult<BTreeMap<&'static str, u64>> {
@@ -362,7 +371,7 @@ impl SchedulerSession {
 
 #[derive(Debug)]
 #[pyclass(frozen, module = "pillion._shim")]
-struct WorkerSession(Guarded<Worker>);
+struct WorkerSession(GuardedSession<RankClient>);
 
 #[pymethods]
 impl WorkerSession {
@@ -396,7 +405,7 @@ impl WorkerSession {
     ) -> PyResult<Self> {
         let region = |(fd, offset, stride, bytes)| BlockRegion { fd, offset, stride, bytes };
         let regions = regions.into_iter().map(region).collect();
-        let wrong = || argument(format!("copy is '{copy}': pass one of engine, sidecar"));
+        let wrong = || refuse_argument(format!("copy is '{copy}': pass one of engine, sidecar"));
         let copy = Copier::named(copy).map_or_else(wrong, Ok)?;
         let live_weights = some16("live_weights", live_weights)?.map(handshake::HelloDigest);
         let worker = handshake::WorkerHello {
@@ -412,20 +421,21 @@ impl WorkerSession {
             proves,
             ..handshake::WorkerHello::default()
         };
-        let memory = Memory::new(&fds, pointers, cuts, stream)?;
+        let memory = RegionMemory::new(&fds, pointers, cuts, stream)?;
         let groups = some16("groups", groups)?;
-        let options = worker::Options { socket, engine, world_size, worker, memory, staged: false, groups };
-        Ok(Self(Guarded::new(py.detach(|| Worker::new(options))?)))
+        let options =
+            worker::WorkerSetup { socket, engine, world_size, worker, memory, staged: false, groups };
+        Ok(Self(GuardedSession::new(py.detach(|| RankClient::new(options))?)))
     }
 
     #[getter]
     fn connected(&self) -> PyResult<bool> {
-        self.0.with(|session| session.connected())
+        self.0.with(|session| session.is_connected())
     }
 
     #[getter]
     fn generation(&self) -> PyResult<u64> {
-        self.0.with(|session| session.generation())
+        self.0.with(|session| session.connection_count())
     }
 
     #[getter]
@@ -442,7 +452,7 @@ impl WorkerSession {
 
     fn set_weights(&self, count: u64, digest: Option<&[u8]>) -> PyResult<()> {
         let live = some16("a digest", digest)?;
-        self.0.enter(|session| Ok(session.set_weights(count, live)?))
+        self.0.enter_call(|session| Ok(session.set_weights(count, live)?))
     }
 
     fn join(&self, run: &[u8]) -> PyResult<()> {
@@ -452,7 +462,7 @@ impl WorkerSession {
 
     #[pyo3(signature = (step, stream = 0))]
     fn start(&self, step: u64, stream: u64) -> PyResult<()> {
-        self.0.with(|session| session.start(step, stream))
+        self.0.with(|session| session.start_step(step, stream))
     }
 
     #[pyo3(signature = (step, wake, stream = 0))]
@@ -463,16 +473,16 @@ impl WorkerSession {
     #[pyo3(signature = (plan, stream = 0, by_cuts = false))]
     fn load(&self, py: Python<'_>, plan: &[u8], stream: u64, by_cuts: bool) -> PyResult<Option<Vec<u32>>> {
         let plan = Plan::decode(plan).map_err(Failure::from)?;
-        let plan = match self.0.enter(|session| Ok(session.begin_load(plan, stream, by_cuts)?))? {
+        let plan = match self.0.enter_call(|session| Ok(session.begin_load(plan, stream, by_cuts)?))? {
             Begun::Later => return Ok(None),
             Begun::OnStream(failed) => return Ok(Some(failed)),
             Begun::No(plan) => plan,
         };
-        py.detach(|| self.0.enter(|session| Ok(Some(session.load_behind(plan, stream)?))))
+        py.detach(|| self.0.enter_call(|session| Ok(Some(session.load_behind(plan, stream)?))))
     }
 
     fn wait_cut(&self, cut: usize, stream: u64) -> PyResult<()> {
-        self.0.enter(|session| Ok(session.wait_cut(cut, stream)?))
+        self.0.enter_call(|session| Ok(session.wait_cut(cut, stream)?))
     }
 
     #[getter]
@@ -519,7 +529,7 @@ fn plan_blocks(plan: &[u8]) -> PyResult<Vec<u32>> {
 }
 
 fn bytes16(what: &str, bytes: &[u8]) -> Result<[u8; 16], Failure> {
-    bytes.try_into().or_else(|_| argument(format!("{what} has {} bytes: pass 16", bytes.len())))
+    bytes.try_into().or_else(|_| refuse_argument(format!("{what} has {} bytes: pass 16", bytes.len())))
 }
 
 fn some16(what: &str, bytes: Option<&[u8]>) -> Result<Option<[u8; 16]>, Failure> {
@@ -546,16 +556,16 @@ fn _shim(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<blocking::PyBlockingEngine>()?;
     module.add_function(wrap_pyfunction!(policy::needed_blocks, module)?)?;
     module.add_function(wrap_pyfunction!(policy::served_tokens, module)?)?;
-    module.add_class::<keys::Chain>()?;
+    module.add_class::<keys::PyChain>()?;
     module.add_function(wrap_pyfunction!(keys::none_hash, module)?)?;
     module.add_function(wrap_pyfunction!(keys::derive_keys, module)?)?;
-    module.add_function(wrap_pyfunction!(keys::folded, module)?)?;
+    module.add_function(wrap_pyfunction!(keys::fold_hash, module)?)?;
     module.add_function(wrap_pyfunction!(keys::extend_hashes, module)?)?;
     module.add_function(wrap_pyfunction!(shared_memory::check_shared_memory, module)?)?;
     module.add_function(wrap_pyfunction!(plan_op, module)?)?;
     module.add_function(wrap_pyfunction!(plan_blocks, module)?)?;
     module.add_function(wrap_pyfunction!(facts::weight_files, module)?)?;
-    module.add_function(wrap_pyfunction!(facts::differences, module)?)?;
+    module.add_function(wrap_pyfunction!(facts::list_differences, module)?)?;
     module.add_function(wrap_pyfunction!(facts::hash_fact, module)?)?;
     module.add_function(wrap_pyfunction!(facts::read_page_form, module)?)?;
     module.add_function(wrap_pyfunction!(facts::lay_out_block, module)?)?;

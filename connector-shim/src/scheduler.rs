@@ -1,4 +1,4 @@
-//! The scheduler role in a process: a [`Session`] over a connection that may come and go, and the waits for its answers.
+//! The scheduler role in a process: a [`EngineSession`] over a connection that may come and go, and the waits for its answers.
 //!
 //! Every call answers at once, except that a query may wait for the step's budget.
 
@@ -12,16 +12,16 @@ use shm_protocol::message::Status;
 use shm_protocol::source::Source;
 use shm_protocol::wait;
 
-use crate::client::{Change, Client};
+use crate::client::{Client, ConnectionChange};
 use crate::clock;
-use crate::connection::{Address, Connection};
-use crate::core::notices::{Cause, Notices};
+use crate::connection::{Connection, SidecarAddress};
+use crate::core::notices::{NoticeCause, Notices};
 use crate::core::plan::Plan;
 use crate::core::policy::host::SessionHost;
 pub use crate::core::scheduler::{
-    Asked, Change as BlockChange, Config, LoadWait, PENDING, Session, UNBOUND_WAIT,
+    AskedQuery, BlockChange, EngineSession, LoadWait, PENDING, SessionConfig, UNBOUND_WAIT,
 };
-use crate::error::{ShimError, argument};
+use crate::error::{ShimError, refuse_argument};
 
 /// The longest budget of a step: an engine that waits longer than this for its cache is better off without.
 pub const BUDGET_MAX: Duration = Duration::from_secs(10);
@@ -38,7 +38,7 @@ pub const SLEEP_TURN: Duration = Duration::from_millis(1);
 
 /// What a new session needs to know.
 #[derive(Clone, Debug)]
-pub struct Options {
+pub struct SchedulerSetup {
     /// The sidecar's socket.
     pub socket: PathBuf,
     /// `engine_id` of vLLM's configuration.
@@ -48,7 +48,7 @@ pub struct Options {
     /// Random id of this run.
     pub run: [u8; 16],
     /// How the session asks and loads.
-    pub config: Config,
+    pub config: SessionConfig,
     /// Milliseconds that a request waits for blocks which another node may still be producing; `None`: it does not.
     pub miss_wait_ms: Option<u32>,
     /// Milliseconds that a request waits for another engine that has promised its prompt; `None`: 30,000, the most.
@@ -60,35 +60,35 @@ pub struct Options {
     pub groups: Option<[u8; 16]>,
 }
 
-/// One scheduler's session and its connections. What needs neither clock nor socket is called on the [`Session`] itself.
+/// One scheduler's session and its connections. What needs neither clock nor socket is called on the [`EngineSession`] itself.
 #[derive(Debug)]
-pub struct Scheduler {
+pub struct SchedulerClient {
     client: Client,
-    session: Session<Arc<Connection>>,
+    session: EngineSession<Arc<Connection>>,
 }
 
-// === impl Scheduler ===
+// === impl SchedulerClient ===
 
-impl Deref for Scheduler {
-    type Target = Session<Arc<Connection>>;
+impl Deref for SchedulerClient {
+    type Target = EngineSession<Arc<Connection>>;
 
     fn deref(&self) -> &Self::Target {
         &self.session
     }
 }
 
-impl DerefMut for Scheduler {
+impl DerefMut for SchedulerClient {
     fn deref_mut(&mut self) -> &mut Self::Target {
         &mut self.session
     }
 }
 
-impl Scheduler {
+impl SchedulerClient {
     /// Connects, or leaves that to the background. Fails for impossible arguments only.
-    pub fn new(options: Options) -> Result<Self, ShimError> {
+    pub fn new(options: SchedulerSetup) -> Result<Self, ShimError> {
         let budget = options.config.budget;
         if budget > BUDGET_MAX {
-            return argument(format!("the query budget is {budget:?}: pass at most {BUDGET_MAX:?}"));
+            return refuse_argument(format!("the query budget is {budget:?}: pass at most {BUDGET_MAX:?}"));
         }
         let role = Role::Scheduler { run: options.run };
         let groups = options.groups.map(HelloDigest);
@@ -101,41 +101,41 @@ impl Scheduler {
             groups,
             ..Hello::new(options.engine, options.world_size, role)
         };
-        let address = Address::new(options.socket, &hello, Vec::new())?;
+        let address = SidecarAddress::new(options.socket, &hello, Vec::new())?;
         let notices = Arc::new(Notices::default());
-        let client = Client::start(address, Arc::clone(&notices), false)?;
-        let mut scheduler = Self { client, session: Session::new(options.config, notices) };
-        scheduler.connect();
+        let client = Client::start_client(address, Arc::clone(&notices), false)?;
+        let mut scheduler = Self { client, session: EngineSession::new(options.config, notices) };
+        scheduler.attach_connection();
         Ok(scheduler)
     }
 
     /// Connections so far.
-    pub fn generation(&self) -> u64 {
-        self.client.generation()
+    pub fn connection_count(&self) -> u64 {
+        self.client.connection_count()
     }
 
-    /// [`Session::open`] on the connection that there is now.
-    pub fn open(&mut self, fold: Option<[u8; 16]>) -> i64 {
-        self.refresh(false);
-        self.session.open(fold)
+    /// [`EngineSession::open_log`] on the connection that there is now.
+    pub fn open_log(&mut self, fold: Option<[u8; 16]>) -> i64 {
+        self.refresh_connection(false);
+        self.session.open_log(fold)
     }
 
-    /// [`Session::salt`]. False: no randomness, no change.
+    /// [`EngineSession::salt`]. False: no randomness, no change.
     pub fn salt(&mut self) -> bool {
-        let salt = random16();
+        let salt = draw_random16();
         salt.into_iter().for_each(|salt| self.session.salt(salt));
         salt.is_some()
     }
 
-    /// [`Session::end_step`], and a look whether the sidecar is still there.
+    /// [`EngineSession::end_step`], and a look whether the sidecar is still there.
     pub fn end_step(&mut self) {
         if let Err(text) = self.session.end_step() {
             self.client.give_up(&text);
         }
-        self.refresh(true);
+        self.refresh_connection(true);
     }
 
-    /// [`Session::take_changes`].
+    /// [`EngineSession::take_changes`].
     pub fn take_changes(&mut self) -> Vec<BlockChange> {
         let (changes, end) = self.session.take_changes();
         if let Err(text) = end {
@@ -144,25 +144,25 @@ impl Scheduler {
         changes
     }
 
-    fn refresh(&mut self, look: bool) {
-        match self.client.refresh(look) {
-            Change::Same => {}
-            Change::Lost => self.session.detach(),
-            Change::Connected => self.connect(),
+    fn refresh_connection(&mut self, look: bool) {
+        match self.client.refresh_connection(look) {
+            ConnectionChange::Same => {}
+            ConnectionChange::Lost => self.session.detach(),
+            ConnectionChange::Connected => self.attach_connection(),
         }
     }
 
-    fn connect(&mut self) {
+    fn attach_connection(&mut self) {
         let Some(connection) = self.client.connection() else { return };
         if let Some(note) = &connection.welcome.note {
-            self.client.notices().say(Cause::Note, note.as_str());
+            self.client.notices().say(NoticeCause::Note, note.as_str());
         }
         self.session.attach(Arc::clone(connection));
     }
 
     /// Messages for the log, each handed over once.
     pub fn take_notices(&self) -> Vec<String> {
-        self.client.notices().take()
+        self.client.notices().take_texts()
     }
 
     /// Ends the session for good.
@@ -173,15 +173,15 @@ impl Scheduler {
     }
 }
 
-impl SessionHost for Scheduler {
+impl SessionHost for SchedulerClient {
     type Connection = Arc<Connection>;
 
-    fn generation(&self) -> u64 {
-        self.client.generation()
+    fn connection_count(&self) -> u64 {
+        self.client.connection_count()
     }
 
-    fn refresh(&mut self) {
-        self.refresh(false);
+    fn refresh_session(&mut self) {
+        self.refresh_connection(false);
     }
 
     fn end_step(&mut self) {
@@ -194,45 +194,45 @@ impl SessionHost for Scheduler {
 }
 
 /// 16 random bytes, if the system has some.
-pub(crate) fn random16() -> Option<[u8; 16]> {
+pub(crate) fn draw_random16() -> Option<[u8; 16]> {
     let mut bytes = [0; 16];
     let got = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty());
     (got == Ok(bytes.len())).then_some(bytes)
 }
 
-// === impl Scheduler: waits ===
+// === impl SchedulerClient: waits ===
 
-impl Scheduler {
+impl SchedulerClient {
     /// Asks for the leading hits of keys `start..start + count`, and waits for the answer.
     pub fn query(&mut self, handle: i64, start: u32, count: u32) -> i64 {
-        match self.ask(handle, start, count) {
-            Asked::Answered(hits) => hits,
-            Asked::Posted(op) => self.wait(op),
+        match self.ask_query(handle, start, count) {
+            AskedQuery::Answered(hits) => hits,
+            AskedQuery::Posted(op) => self.wait_for_answer(op),
         }
     }
 
-    /// The first half of [`Scheduler::query`]: answers what is known, else posts it.
-    pub fn ask(&mut self, handle: i64, start: u32, count: u32) -> Asked {
-        self.session.ask(handle, start, count, clock::now())
+    /// The first half of [`SchedulerClient::query`]: answers what is known, else posts it.
+    pub fn ask_query(&mut self, handle: i64, start: u32, count: u32) -> AskedQuery {
+        self.session.ask_query(handle, start, count, clock::read_clock())
     }
 
-    /// [`Session::ask_ahead`].
+    /// [`EngineSession::ask_ahead`].
     pub fn ask_ahead(&mut self, handle: i64, start: u32, count: u32) {
-        self.session.ask_ahead(handle, start, count, clock::now());
+        self.session.ask_ahead(handle, start, count, clock::read_clock());
     }
 
     /// Posts a query without waiting. `None` is a miss: no sidecar, no such keys, no room, or no time left.
     pub fn post_query(&mut self, handle: i64, start: u32, count: u32) -> Option<u64> {
-        self.session.post_query(handle, start, count, clock::now())
+        self.session.post_query(handle, start, count, clock::read_clock())
     }
 
     /// The answer of query `op`, if it is there. A query that is not known (any more) is a miss.
     pub fn poll(&mut self, op: u64) -> Option<i64> {
-        self.session.answer(op, clock::now())
+        self.session.take_answer(op, clock::read_clock())
     }
 
     /// Waits for the answer of query `op` within the step's budget.
-    pub fn wait(&mut self, op: u64) -> i64 {
+    pub fn wait_for_answer(&mut self, op: u64) -> i64 {
         match self.hold(op) {
             Some(hits) => hits,
             None => self.sleep(op),
@@ -241,11 +241,11 @@ impl Scheduler {
 
     /// Waits for [`HOLD`] at most: first spinning, then asleep. `None`: not answered yet.
     pub fn hold(&mut self, op: u64) -> Option<i64> {
-        let began = clock::now();
-        let limit = HOLD.min(self.session.left());
+        let began = clock::read_clock();
+        let limit = HOLD.min(self.session.budget_left());
         loop {
-            let now = clock::now();
-            let answer = self.session.answer(op, now);
+            let now = clock::read_clock();
+            let answer = self.session.take_answer(op, now);
             let spent = now - began;
             if answer.is_some() || spent >= limit {
                 self.session.spend(spent);
@@ -261,27 +261,27 @@ impl Scheduler {
 
     /// Sleeps until the answer, the sidecar's end, or the end of the budget; the last two are a miss.
     pub fn sleep(&mut self, op: u64) -> i64 {
-        let began = clock::now();
+        let began = clock::read_clock();
         let mut now = began;
         loop {
-            if let Some(hits) = self.session.look(op, began, now) {
+            if let Some(hits) = self.session.look_for_answer(op, began, now) {
                 return hits;
             }
-            self.sleep_turn(op, self.session.left().saturating_sub(now - began));
-            now = clock::now();
+            self.sleep_turn(op, self.session.budget_left().saturating_sub(now - began));
+            now = clock::read_clock();
         }
     }
 
-    /// The answer to a query that [`Scheduler::query`] has answered with [`PENDING`]: still that, once `within` has passed.
+    /// The answer to a query that [`SchedulerClient::query`] has answered with [`PENDING`]: still that, once `within` has passed.
     pub fn linger(&mut self, handle: i64, start: u32, count: u32, within: Duration) -> i64 {
-        let began = clock::now();
+        let began = clock::read_clock();
         loop {
-            match self.ask(handle, start, count) {
-                Asked::Answered(PENDING) => {}
-                Asked::Answered(hits) => return hits,
-                Asked::Posted(op) => return self.wait(op),
+            match self.ask_query(handle, start, count) {
+                AskedQuery::Answered(PENDING) => {}
+                AskedQuery::Answered(hits) => return hits,
+                AskedQuery::Posted(op) => return self.wait_for_answer(op),
             }
-            let left = within.saturating_sub(clock::now() - began);
+            let left = within.saturating_sub(clock::read_clock() - began);
             let (Some(op), Some(connection)) = (self.session.pending(handle), self.session.connection())
             else {
                 return PENDING;
@@ -304,25 +304,25 @@ impl Scheduler {
         }
     }
 
-    /// Whether [`Scheduler::load`] will have to ask again, which may wait.
+    /// Whether [`SchedulerClient::post_load`] will have to ask again, which may wait.
     pub fn must_renew(&mut self, handle: i64) -> bool {
-        self.session.must_renew(handle, clock::now())
+        self.session.must_renew(handle, clock::read_clock())
     }
 
-    /// [`Session::sources`] of hits that the log's lease names.
+    /// [`EngineSession::sources`] of hits that the log's lease names.
     pub fn sources(&mut self, handle: i64, start: u32, count: u32) -> [u32; Source::ALL.len()] {
         self.session.sources(handle, start, count)
     }
 
-    /// [`Session::load`] under a lease that is renewed where it is old.
-    pub fn load(&mut self, handle: i64, start: u32, blocks: &[u32], step: u64, sync: bool) -> Vec<Plan> {
+    /// [`EngineSession::post_load`] under a lease that is renewed where it is old.
+    pub fn post_load(&mut self, handle: i64, start: u32, blocks: &[u32], step: u64, sync: bool) -> Vec<Plan> {
         if !sync
-            && let Some(op) = self.session.renew(handle, clock::now())
-            && self.wait(op) == PENDING
+            && let Some(op) = self.session.renew(handle, clock::read_clock())
+            && self.wait_for_answer(op) == PENDING
         {
             // Nobody asks again for what is not loaded now.
-            self.session.release(handle);
+            self.session.release_lease(handle);
         }
-        self.session.load(handle, start, blocks, step, sync)
+        self.session.post_load(handle, start, blocks, step, sync)
     }
 }

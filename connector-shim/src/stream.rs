@@ -27,7 +27,7 @@ const PAGE: usize = 4096;
 
 /// The pages of a session that streams write and wait on. They must outlive everything enqueued that names them.
 #[derive(Debug)]
-pub(crate) struct Words {
+pub(crate) struct SessionWords {
     header: Registered,
     loads: Registered,
 }
@@ -50,9 +50,9 @@ pub(crate) struct Probe {
     round: u64,
 }
 
-// === impl Words ===
+// === impl SessionWords ===
 
-impl Words {
+impl SessionWords {
     /// Locks the pages and shows them to the GPU.
     pub(crate) fn new(gpu: &Arc<Gpu>, memory: &SessionMemory) -> Result<Self, CudaError> {
         let region = memory.shared_region();
@@ -74,13 +74,13 @@ impl EngineStream {
     }
 
     /// Enqueues the store of a fence word of the header page.
-    pub(crate) fn write_fence(&self, words: &Words, word: usize, step: u64) -> Result<(), CudaError> {
+    pub(crate) fn write_fence(&self, words: &SessionWords, word: usize, step: u64) -> Result<(), CudaError> {
         // SYNC POINT(step): the driver makes the KV written before visible with the word.
         self.stream.write_word(&words.header, word, step)
     }
 
     /// Enqueues the wait for the first `cuts` cuts of load `op`.
-    pub(crate) fn wait_for_load(&self, words: &Words, op: u64, cuts: usize) -> Result<(), CudaError> {
+    pub(crate) fn wait_for_load(&self, words: &SessionWords, op: u64, cuts: usize) -> Result<(), CudaError> {
         // SYNC POINT(load word): pairs with the sidecar's stream, or with `Link::deliver`.
         self.stream.wait_at_least(&words.loads, layout::load_word(op), layout::load_word_value(op, cuts))
     }

@@ -29,30 +29,30 @@ use shm_protocol::namespace::{self, Facts};
 use shm_protocol::session::Bound;
 use shm_protocol::wait;
 
-use self::copies::{Copies, Load, Order};
-use self::device::Device;
+use self::copies::{CopierOrder, RankCopies, WatchedLoad};
+use self::device::StreamDevice;
 use self::link::{Job, Link, Next, RankConnection, Session};
-pub use self::memory::Memory;
-use self::memory::{Opened, open_memory};
-use crate::client::{Change, Client};
+pub use self::memory::RegionMemory;
+use self::memory::{OpenedMemory, open_memory};
+use crate::client::{Client, ConnectionChange};
 use crate::clock;
-use crate::connection::{Address, Connection};
+use crate::connection::{Connection, SidecarAddress};
 use crate::core::endpoint::Endpoint;
-use crate::core::notices::{Cause, Notices};
+use crate::core::notices::{NoticeCause, Notices};
 use crate::core::plan::Plan;
+use crate::core::worker::patience::CopyPatience;
 pub use crate::core::worker::patience::LOAD_DEADLINE;
-use crate::core::worker::patience::Patience;
+use crate::core::worker::watch::LoadWatch;
 pub use crate::core::worker::watch::SETTLE;
-use crate::core::worker::watch::Watch;
-use crate::error::{ShimError, argument};
-use crate::scheduler::{SLEEP_TURN, random16};
+use crate::error::{ShimError, refuse_argument};
+use crate::scheduler::{SLEEP_TURN, draw_random16};
 
 /// Time between two looks for ends of loads while nothing else is to be done.
 const FINISHED_LOOK: Duration = Duration::from_micros(50);
 
 /// What a new session needs to know.
 #[derive(Debug)]
-pub struct Options {
+pub struct WorkerSetup {
     /// The sidecar's socket.
     pub socket: PathBuf,
     /// `engine_id` of vLLM's configuration.
@@ -62,7 +62,7 @@ pub struct Options {
     /// This rank's memory and facts. What is a GPU's is filled in here.
     pub worker: handshake::WorkerHello,
     /// What the regions name.
-    pub memory: Memory,
+    pub memory: RegionMemory,
     /// Whether the sidecar does not reach the memory: this process copies loads itself, and what is saved into a segment
     /// that the sidecar reads. Implied on a GPU where `worker.copy` is the engine.
     pub staged: bool,
@@ -70,20 +70,20 @@ pub struct Options {
     pub groups: Option<[u8; 16]>,
 }
 
-/// What [`Worker::begin_load`] made of a plan.
+/// What [`RankClient::begin_load`] made of a plan.
 #[derive(Debug, Eq, PartialEq)]
 pub enum Begun {
-    /// A load that no step waits for: [`Worker::finished`] tells its end.
+    /// A load that no step waits for: [`RankClient::finished`] tells its end.
     Later,
     /// The engine's stream waits for it. These blocks count as failed all the same.
     OnStream(Vec<u32>),
-    /// Nothing: [`Worker::load_behind`] is to be called.
+    /// Nothing: [`RankClient::load_behind`] is to be called.
     No(Plan),
 }
 
 /// An asynchronous load that ended.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub struct Ended {
+pub struct EndedLoad {
     /// Operation of its LOAD.
     pub op: u64,
     /// Blocks that do not hold what was asked for.
@@ -92,20 +92,20 @@ pub struct Ended {
 
 /// Where this rank's part of a slot begins, and the bytes of a whole slot: the parts lie side by side.
 #[derive(Copy, Clone, Debug)]
-struct Part {
+struct SlotPart {
     offset: u64,
     slot_bytes: u64,
 }
 
 /// One rank's session. See the module.
 #[derive(Debug)]
-pub struct Worker {
+pub struct RankClient {
     client: Client,
     session: Session,
     /// Where the memory is a GPU's.
-    device: Option<Device>,
-    copies: Arc<Copies>,
-    copier: Option<Sender<Order>>,
+    device: Option<StreamDevice>,
+    copies: Arc<RankCopies>,
+    copier: Option<Sender<CopierOrder>>,
     /// Where saves are staged: who is given every connection.
     stager: Option<Sender<Arc<Link>>>,
     /// The threads of both. They read and write the rank's memory.
@@ -117,37 +117,38 @@ pub struct Worker {
     named: Option<(Bound, (NamespaceDigest, Facts))>,
 }
 
-// === impl Worker ===
+// === impl RankClient ===
 
-impl Worker {
+impl RankClient {
     /// Connects, or leaves that to the background. Fails for impossible arguments, and when the sidecar refuses.
-    pub fn new(options: Options) -> Result<Self, ShimError> {
-        let Options { socket, engine, world_size, worker, memory, staged, groups } = options;
+    pub fn new(options: WorkerSetup) -> Result<Self, ShimError> {
+        let WorkerSetup { socket, engine, world_size, worker, memory, staged, groups } = options;
         let by_engine = worker.copy == Copier::Engine;
-        let staged = staged || (by_engine && matches!(memory, Memory::Gpu { .. }));
+        let staged = staged || (by_engine && matches!(memory, RegionMemory::Gpu { .. }));
         let (facts, live) = (worker.facts.clone(), worker.live_weights.map(|live| live.0));
         let role = Role::Worker(worker);
         let mut hello = Hello { groups: groups.map(HelloDigest), ..Hello::new(engine, world_size, role) };
         // The memory is opened by what the hello says of it, so that must be sound before. The address checks the hello
         // as it goes out, when it names allocations or a staging segment instead.
-        hello.check(memory.count())?;
+        hello.check(memory.memory_count())?;
         let Role::Worker(worker) = &mut hello.role else { unreachable!("made as a worker's") };
-        let Opened { memory, device, cuts, staging, descriptors } = open_memory(worker, memory, staged)?;
-        let part = Part {
+        let OpenedMemory { memory, device, cuts, staging, descriptors } =
+            open_memory(worker, memory, staged)?;
+        let part = SlotPart {
             offset: memory.block_bytes() * u64::from(worker.shard),
             slot_bytes: memory.block_bytes() * u64::from(worker.shards),
         };
-        let address = Address::new(socket, &hello, descriptors)?;
+        let address = SidecarAddress::new(socket, &hello, descriptors)?;
         let notices = Arc::new(Notices::default());
-        let gpu = device.as_ref().map(Device::gpu);
+        let gpu = device.as_ref().map(StreamDevice::gpu);
         let block_bytes = memory.block_bytes();
-        let copies = Arc::new(Copies::new(memory, gpu, cuts, part, Arc::clone(&notices)));
+        let copies = Arc::new(RankCopies::new(memory, gpu, cuts, part, Arc::clone(&notices)));
         // A wait may be enqueued only where somebody can end it.
         let copier = device.is_some().then(|| copies.spawn()).transpose();
         let (copier, mut threads) = split(copier.map_err(|error| ShimError::no_thread(&error))?);
-        let client = Client::start(address, Arc::clone(&notices), true)?;
+        let client = Client::start_client(address, Arc::clone(&notices), true)?;
         // Not before the sidecar took the rank: on a GPU the segment stays until the process ends.
-        let stager = staging.map(|staging| stager::spawn(&copies, staging, &notices)).transpose();
+        let stager = staging.map(|staging| stager::spawn_stager(&copies, staging, &notices)).transpose();
         let (stager, stages) = split(stager.map_err(|error| ShimError::no_thread(&error))?);
         threads.extend(stages);
         let mut worker = Self {
@@ -162,18 +163,18 @@ impl Worker {
             live,
             named: None,
         };
-        worker.connect();
+        worker.attach_connection();
         Ok(worker)
     }
 
     /// Whether a sidecar is there, as far as is known.
-    pub fn connected(&self) -> bool {
+    pub fn is_connected(&self) -> bool {
         self.session.link().is_some()
     }
 
     /// Connections so far.
-    pub fn generation(&self) -> u64 {
-        self.client.generation()
+    pub fn connection_count(&self) -> u64 {
+        self.client.connection_count()
     }
 
     /// The namespace of this rank's blocks, with the facts that make it: what it is bound to, or, where no other rank's weights
@@ -203,7 +204,7 @@ impl Worker {
 
     /// Takes part in the scheduler's run. Does nothing when this was said already on this connection.
     pub fn join(&mut self, run: [u8; 16]) {
-        self.refresh();
+        self.refresh_connection();
         self.session.join(run);
     }
 
@@ -211,8 +212,8 @@ impl Worker {
     /// number below the last one repeats it: then the rank found the change by itself. Without a sample its blocks are from now on
     /// shared with nobody. Until the sidecar has bound it anew every load is refused.
     pub fn set_weights(&mut self, answers: u64, live: Option<[u8; 16]>) -> Result<(), ShimError> {
-        let Some(live) = live.or_else(random16) else {
-            return argument(
+        let Some(live) = live.or_else(draw_random16) else {
+            return refuse_argument(
                 "the system gives no random bytes for weights without a sample; state a digest of them",
             );
         };
@@ -222,13 +223,13 @@ impl Worker {
     }
 
     /// Step `step` begins: its loads may be written. On a GPU, once `stream` gets there.
-    pub fn start(&mut self, step: u64, stream: u64) {
-        self.refresh();
+    pub fn start_step(&mut self, step: u64, stream: u64) {
+        self.refresh_connection();
         if let Some(device) = &mut self.device {
             device.begin_step(&self.copies);
         }
         self.store(header::FENCE_START, step, stream);
-        self.session.start(step);
+        self.session.start_step(step);
     }
 
     /// The KV of step `step` is written; on a GPU, once `stream` gets there. `wake`: something waits for that.
@@ -239,7 +240,7 @@ impl Worker {
         }
     }
 
-    /// Begins this rank's part of a load. The engine's stream waits for a synchronous one as [`Worker::load_on`] says.
+    /// Begins this rank's part of a load. The engine's stream waits for a synchronous one as [`RankClient::load_on`] says.
     pub fn begin_load(&mut self, plan: Plan, stream: u64, by_cuts: bool) -> Result<Begun, ShimError> {
         if plan.flags & LOAD_SYNC != 0 {
             return self.load_on(plan, stream, by_cuts);
@@ -250,7 +251,7 @@ impl Worker {
 
     /// Makes the engine's stream wait for a plan's blocks, cut by cut where `by_cuts`, else for all of them now. Hands the
     /// plan back where nobody promised them in time, this process copies them, or the memory is the host's: then
-    /// [`Worker::load_behind`] is called. No stream ever waits for copies that this process is still to enqueue: a kernel's
+    /// [`RankClient::load_behind`] is called. No stream ever waits for copies that this process is still to enqueue: a kernel's
     /// first launch or an allocation behind it would keep the driver from them.
     fn load_on(&mut self, plan: Plan, stream: u64, by_cuts: bool) -> Result<Begun, ShimError> {
         if self.session.copies_itself(&plan) {
@@ -270,14 +271,14 @@ impl Worker {
     pub fn wait_cut(&mut self, cut: usize, stream: u64) -> Result<(), ShimError> {
         if let Some(device) = &mut self.device {
             let stream = device.stream(stream);
-            device.wait(&stream, cut.saturating_add(1))?;
+            device.wait_for_cuts(&stream, cut.saturating_add(1))?;
         }
         Ok(())
     }
 
     /// Loads of the step whose last cut is still to be waited for.
     pub fn loading(&self) -> usize {
-        self.device.as_ref().map_or(0, Device::loading)
+        self.device.as_ref().map_or(0, StreamDevice::loading)
     }
 
     /// Blocks until the engine's stream has passed all that it was given: its blocks are then free for this thread's copies.
@@ -286,7 +287,7 @@ impl Worker {
         Ok(stream.map_or(Ok(()), |stream| stream.synchronize())?)
     }
 
-    /// Loads the blocks of a plan that [`Worker::begin_load`] handed back, once `stream` has passed all that it was given, and
+    /// Loads the blocks of a plan that [`RankClient::begin_load`] handed back, once `stream` has passed all that it was given, and
     /// returns those that failed.
     pub fn load_behind(&mut self, plan: Plan, stream: u64) -> Result<Vec<u32>, ShimError> {
         self.synchronize(stream)?;
@@ -299,7 +300,7 @@ impl Worker {
             let job = self.job(plan);
             return self.copies.carry_out(&job);
         }
-        let mut next = self.session.begin(plan);
+        let mut next = self.session.begin_load(plan);
         if let Next::Await(awaited) = &next {
             awaited.link.connection.ring();
         }
@@ -307,25 +308,25 @@ impl Worker {
             match next {
                 Next::Whole(awaited) => {
                     self.copies.count_sidecar(&awaited.plan);
-                    return awaited.failed();
+                    return awaited.failed_blocks();
                 }
                 Next::Copy(job) => return self.copies.carry_out(&job),
                 Next::Await(awaited) => {
                     let region = awaited.link.connection.region();
                     wait::sleep_turn(region, SLEEP_TURN, || awaited.outcome().is_some());
-                    next = self.session.look(awaited, clock::now());
+                    next = self.session.look_at_load(awaited, clock::read_clock());
                 }
             }
         }
     }
 
-    /// Begins to load a plan's blocks, free once `stream` gets there; [`Worker::finished`] tells the end.
+    /// Begins to load a plan's blocks, free once `stream` gets there; [`RankClient::finished`] tells the end.
     pub fn load_later(&mut self, plan: Plan, stream: u64) -> Result<(), ShimError> {
         if let Some(device) = &mut self.device {
             let reached = device.stream(stream).record()?;
             self.follow(plan, reached, false);
         } else {
-            let next = self.session.begin(plan);
+            let next = self.session.begin_load(plan);
             self.go_on(next);
         }
         Ok(())
@@ -337,9 +338,9 @@ impl Worker {
             Next::Await(awaited) => self.session.awaited.push(awaited),
             Next::Whole(awaited) => {
                 self.copies.count_sidecar(&awaited.plan);
-                self.copies.end(Ended { op: awaited.plan.op, failed: awaited.failed() });
+                self.copies.end_load(EndedLoad { op: awaited.plan.op, failed: awaited.failed_blocks() });
             }
-            Next::Copy(job) => self.submit(Order::Copy(job)),
+            Next::Copy(job) => self.submit(CopierOrder::Copy(job)),
         }
     }
 
@@ -350,29 +351,33 @@ impl Worker {
         let job = self.job(plan);
         let is_theirs = promised && job.link.is_some();
         let bytes = self.copies.count_watched(&job, sync);
-        let watch = if is_theirs { Watch::promised(Patience::of(&job.plan, bytes)) } else { Watch::ours() };
+        let watch = if is_theirs {
+            LoadWatch::promised(CopyPatience::of_plan(&job.plan, bytes))
+        } else {
+            LoadWatch::ours()
+        };
         let failed = if job.refused && !sync { job.plan.block_ids() } else { Vec::new() };
-        let load = Load { job, reached: Box::new(reached), sync, watch, fetch: None };
-        self.submit(Order::Watch(Box::new(load)));
+        let load = WatchedLoad { job, reached: Box::new(reached), sync, watch, fetch: None };
+        self.submit(CopierOrder::Watch(Box::new(load)));
         failed
     }
 
-    /// Loads begun by [`Worker::load_later`] that ended, each once.
-    pub fn finished(&mut self) -> Vec<Ended> {
-        self.session.drop_earlier_pool(clock::now());
+    /// Loads begun by [`RankClient::load_later`] that ended, each once.
+    pub fn finished(&mut self) -> Vec<EndedLoad> {
+        self.session.drop_earlier_pool(clock::read_clock());
         for awaited in std::mem::take(&mut self.session.awaited) {
-            let next = self.session.look(awaited, clock::now());
+            let next = self.session.look_at_load(awaited, clock::read_clock());
             self.go_on(next);
         }
         self.copies.take_ended()
     }
 
-    /// Loads that ended, as [`Worker::finished`] tells them: as soon as there is one, or none once `within` has passed.
-    pub fn finished_within(&mut self, within: Duration) -> Vec<Ended> {
-        let began = clock::now();
+    /// Loads that ended, as [`RankClient::finished`] tells them: as soon as there is one, or none once `within` has passed.
+    pub fn finished_within(&mut self, within: Duration) -> Vec<EndedLoad> {
+        let began = clock::read_clock();
         loop {
             let ended = self.finished();
-            if !ended.is_empty() || clock::now() - began >= within {
+            if !ended.is_empty() || clock::read_clock() - began >= within {
                 return ended;
             }
             std::thread::sleep(FINISHED_LOOK);
@@ -385,7 +390,7 @@ impl Worker {
     }
 
     /// Hands an order to the thread, which on host memory starts with the first one.
-    fn submit(&mut self, order: Order) {
+    fn submit(&mut self, order: CopierOrder) {
         if self.copier.is_none() {
             let (copier, thread) = split(self.copies.spawn().ok());
             self.copier = copier;
@@ -398,11 +403,13 @@ impl Worker {
         match unsent {
             None => {}
             // No thread to be had: better late than never.
-            Some(Order::Copy(job)) => {
+            Some(CopierOrder::Copy(job)) => {
                 let failed = self.copies.carry_out(&job);
-                self.copies.end(Ended { op: job.plan.op, failed });
+                self.copies.end_load(EndedLoad { op: job.plan.op, failed });
             }
-            Some(Order::Watch(_)) => unreachable!("the watchdog outlives the session, or ends the process"),
+            Some(CopierOrder::Watch(_)) => {
+                unreachable!("the watchdog outlives the session, or ends the process")
+            }
         }
     }
 
@@ -420,32 +427,32 @@ impl Worker {
             (Some(link), None) => link.store(word, step),
             (Some(link), Some(device)) => {
                 if let Err(error) = device.write_fence(&device.stream(stream), link, word, step) {
-                    self.leave(error);
+                    self.leave_sidecar(error);
                 }
             }
         }
     }
 
-    fn refresh(&mut self) {
-        self.session.drop_earlier_pool(clock::now());
-        match self.client.refresh(false) {
-            Change::Same => {}
-            Change::Lost => self.part(),
-            Change::Connected => self.connect(),
+    fn refresh_connection(&mut self) {
+        self.session.drop_earlier_pool(clock::read_clock());
+        match self.client.refresh_connection(false) {
+            ConnectionChange::Same => {}
+            ConnectionChange::Lost => self.part(),
+            ConnectionChange::Connected => self.attach_connection(),
         }
     }
 
-    fn connect(&mut self) {
+    fn attach_connection(&mut self) {
         self.part();
         let Some(connection) = self.client.connection().cloned() else { return };
         let pool = connection.pool.clone().expect("workers map the pool");
         if let Some(note) = &connection.welcome.note {
-            self.client.notices().forget(&[Cause::Note]);
-            self.client.notices().say(Cause::Note, note.as_str());
+            self.client.notices().forget_causes(&[NoticeCause::Note]);
+            self.client.notices().say(NoticeCause::Note, note.as_str());
         }
-        match RankConnection::new(connection, self.device.as_ref().map(Device::gpu)) {
-            Ok(connection) => self.session.attach(connection, pool, clock::now()),
-            Err(error) => return self.leave(error),
+        match RankConnection::new(connection, self.device.as_ref().map(StreamDevice::gpu)) {
+            Ok(connection) => self.session.attach(connection, pool, clock::read_clock()),
+            Err(error) => return self.leave_sidecar(error),
         }
         self.named = None;
         // A stager that is gone has nothing to answer: its saves are dropped by the sidecar's deadline.
@@ -461,10 +468,10 @@ impl Worker {
     }
 
     /// Hangs up because the GPU's driver refused something that every step needs.
-    fn leave(&mut self, error: CudaError) {
+    fn leave_sidecar(&mut self, error: CudaError) {
         let text =
             format!("the GPU's driver refuses the words shared with the sidecar ({error}); connecting again");
-        self.client.leave(Cause::Gpu, text);
+        self.client.leave_sidecar(NoticeCause::Gpu, text);
         self.part();
     }
 
@@ -479,25 +486,25 @@ impl Worker {
             ("bytes_loaded", &c.bytes_loaded),
             ("rescues", &c.rescues),
         ];
-        let waits = self.device.as_ref().map_or(0, Device::waits);
+        let waits = self.device.as_ref().map_or(0, StreamDevice::waits);
         let numbers = numbers.into_iter().map(|(name, number)| (name, number.load(Ordering::Relaxed)));
         numbers.chain([("waits", waits)]).collect()
     }
 
     /// Messages for the log, each handed over once.
     pub fn take_notices(&self) -> Vec<String> {
-        self.client.notices().take()
+        self.client.notices().take_texts()
     }
 
     /// Ends the session permanently, and returns once nothing of it reads or writes the rank's memory. Returns `false` after
     /// `within`: then the memory may not go. On a GPU the engine's streams must be idle.
     pub fn end_session(&mut self, within: Duration) -> bool {
-        let began = clock::now();
+        let began = clock::read_clock();
         self.copies.free_at_end();
         self.disconnect();
         (self.copier, self.stager) = (None, None);
         while self.threads.iter().any(|thread| !thread.is_finished()) {
-            if clock::now() - began >= within {
+            if clock::read_clock() - began >= within {
                 return false;
             }
             std::thread::sleep(FINISHED_LOOK);
@@ -517,7 +524,7 @@ fn split<T>(spawned: Option<(Sender<T>, JoinHandle<()>)>) -> (Option<Sender<T>>,
     spawned.map_or_else(Default::default, |(sender, thread)| (Some(sender), vec![thread]))
 }
 
-impl Drop for Worker {
+impl Drop for RankClient {
     fn drop(&mut self) {
         if self.client.is_forked() {
             // The mappings are not there in a child, and something else may lie at their addresses: never unmap them.

@@ -10,8 +10,8 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use connector_shim::error::ShimError;
-use connector_shim::scheduler::{PENDING, Scheduler, UNBOUND_WAIT};
-use connector_shim::worker::Worker;
+use connector_shim::scheduler::{PENDING, SchedulerClient, UNBOUND_WAIT};
+use connector_shim::worker::RankClient;
 use peer::rank::{BLOCK_BYTES, EPOCH, Kv, connected, content, options, plan, refusal};
 use peer::{Peer, SEGMENT_BYTES, Served, TestPool, doorbell, eventually, own_process, session, welcome};
 use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags};
@@ -64,11 +64,11 @@ fn ends(what: &'static str, act: impl FnOnce() + Send + 'static) {
     begin(what, act).ends();
 }
 
-fn log_of(scheduler: &mut Scheduler, keys: u32) -> i64 {
-    let log = scheduler.open(None);
+fn log_of(scheduler: &mut SchedulerClient, keys: u32) -> i64 {
+    let log = scheduler.open_log(None);
     assert!(log >= 0);
     let key = |index: u32, key: &mut BlockHash| key.set_bytes(&[index as u8; 32]).map_err(ShimError::from);
-    assert_eq!(scheduler.append(log, 0, keys, key).unwrap(), keys);
+    assert_eq!(scheduler.append_keys(log, 0, keys, key).unwrap(), keys);
     log
 }
 
@@ -205,19 +205,19 @@ const SPOILT_POOLS: &[(&str, Spoil)] = &[
 ];
 
 /// A worker that got nothing it can use: every load is computed again, until a sound sidecar comes.
-fn assert_misses_and_recovers(name: &str, peer: &Peer, kv: &Kv, mut worker: Worker) {
+fn assert_misses_and_recovers(name: &str, peer: &Peer, kv: &Kv, mut worker: RankClient) {
     worker.join([3; 16]);
-    worker.start(1, 0);
+    worker.start_step(1, 0);
     worker.done(1, true, 0);
-    assert!(!worker.connected(), "{name}");
+    assert!(!worker.is_connected(), "{name}");
     let slot = SlotRef { offset: 0, generation: 1 };
     assert_eq!(worker.load_now(plan(1, LOAD_SYNC, &[(2, slot)])), [2], "{name}");
     assert!(kv.is_untouched(2), "{name}");
     assert!(!worker.take_notices().is_empty(), "{name}: it is said why");
     let served = peer.serve(BLOCK_BYTES);
     eventually("a sound sidecar", || {
-        worker.start(2, 0);
-        worker.connected()
+        worker.start_step(2, 0);
+        worker.is_connected()
     });
     drop(served.join().unwrap());
 }
@@ -226,7 +226,7 @@ fn rank_meets(name: &'static str, script: impl FnOnce(OwnedFd) + Send + 'static)
     begin(name, move || {
         let (peer, kv) = (Peer::new(EPOCH), Kv::new());
         let scripted = peer.script(script);
-        let worker = Worker::new(options(&peer, &kv, Copier::Engine)).unwrap();
+        let worker = RankClient::new(options(&peer, &kv, Copier::Engine)).unwrap();
         scripted.join().unwrap();
         assert_misses_and_recovers(name, &peer, &kv, worker);
     })
@@ -236,13 +236,17 @@ fn scheduler_meets(name: &'static str, script: impl FnOnce(OwnedFd) + Send + 'st
     begin(name, move || {
         let peer = Peer::new(EPOCH);
         let scripted = peer.script(script);
-        let mut scheduler = Scheduler::new(peer::scheduler::options(&peer)).unwrap();
+        let mut scheduler = SchedulerClient::new(peer::scheduler::options(&peer)).unwrap();
         scripted.join().unwrap();
-        assert!(!scheduler.connected() && scheduler.open(None) == -1, "{name}");
-        assert_eq!((scheduler.query(0, 0, 4), scheduler.save(0, 0, vec![1], 1, false)), (0, false), "{name}");
+        assert!(!scheduler.is_connected() && scheduler.open_log(None) == -1, "{name}");
+        assert_eq!(
+            (scheduler.query(0, 0, 4), scheduler.post_save(0, 0, vec![1], 1, false)),
+            (0, false),
+            "{name}"
+        );
         assert!(!scheduler.take_notices().is_empty(), "{name}: it is said why");
         let served = peer.serve(BLOCK_BYTES);
-        eventually("a sound sidecar", || scheduler.open(None) >= 0);
+        eventually("a sound sidecar", || scheduler.open_log(None) >= 0);
         drop(served.join().unwrap());
     })
 }
@@ -355,13 +359,13 @@ fn an_engine_whose_ranks_have_not_joined_asks_again_for_a_while() {
     let peer = Peer::new(EPOCH);
     let (mut scheduler, served) = peer::scheduler::connected(&peer, BLOCK_BYTES);
     let log = log_of(&mut scheduler, 8);
-    let ask = |scheduler: &mut Scheduler, status, hits| {
+    let ask = |scheduler: &mut SchedulerClient, status, hits| {
         served.beat();
         scheduler.end_step();
         let op = scheduler.post_query(log, 0, 8).expect("a query was posted");
         served.answer(op, status, hits);
-        let hits = scheduler.wait(op);
-        scheduler.release(log);
+        let hits = scheduler.wait_for_answer(op);
+        scheduler.release_lease(log);
         hits
     };
     for _ in 0..2 {
@@ -384,7 +388,7 @@ fn impossible_outcomes_are_bounded_or_no_answer() {
     let peer = Peer::new(EPOCH);
     let (mut scheduler, mut served) = peer::scheduler::connected(&peer, BLOCK_BYTES);
     let log = log_of(&mut scheduler, 8);
-    let ask = |scheduler: &mut Scheduler, served: &Served| {
+    let ask = |scheduler: &mut SchedulerClient, served: &Served| {
         served.beat();
         scheduler.end_step();
         scheduler.post_query(log, 0, 8).expect("a query was posted")
@@ -401,24 +405,24 @@ fn impossible_outcomes_are_bounded_or_no_answer() {
     ] {
         let op = ask(&mut scheduler, &served);
         served.answer(op, status, value);
-        assert_eq!(scheduler.wait(op), hits, "{status:?} {value}");
-        scheduler.release(log);
+        assert_eq!(scheduler.wait_for_answer(op), hits, "{status:?} {value}");
+        scheduler.release_lease(log);
     }
     for status in [0, 11, 255_u64] {
         let op = ask(&mut scheduler, &served);
         let word = layout::TABLE + (op as usize % layout::OPERATIONS) * 8;
         served.store(word, op << 32 | 8 << 8 | status);
-        assert_eq!(scheduler.wait(op), 0, "a status that this version does not know");
+        assert_eq!(scheduler.wait_for_answer(op), 0, "a status that this version does not know");
         served.store(word, (op + 1) << 32 | 8 << 8 | 2);
         assert_eq!(scheduler.poll(op), Some(0), "too late, and another's");
     }
     let op = ask(&mut scheduler, &served);
     served.answer(op, Status::Ok, u32::MAX >> 8);
-    assert_eq!(scheduler.wait(op), 8);
+    assert_eq!(scheduler.wait_for_answer(op), 8);
     let blocks: Vec<u32> = (0..9).collect();
-    assert!(scheduler.load(log, 0, &blocks, 1, true).is_empty(), "more than was asked for");
+    assert!(scheduler.post_load(log, 0, &blocks, 1, true).is_empty(), "more than was asked for");
     // The slots beside the keys were never written: the plan is made, and the ranks will find it void.
-    let plan = scheduler.load(log, 0, &blocks[..8], 1, true).pop().expect("a lease of eight");
+    let plan = scheduler.post_load(log, 0, &blocks[..8], 1, true).pop().expect("a lease of eight");
     assert_eq!(plan.blocks.len(), 8);
     served.drain();
 }
@@ -454,12 +458,13 @@ fn a_sidecar_that_breaks_a_ring_is_left_and_the_next_one_found() {
             let (mut scheduler, mut served) = peer::scheduler::connected(&peer, BLOCK_BYTES);
             let log = log_of(&mut scheduler, 8);
             assert!(
-                scheduler.save(log, 0, vec![1, 2], 1, false) && scheduler.save(log, 2, vec![3], 1, false)
+                scheduler.post_save(log, 0, vec![1, 2], 1, false)
+                    && scheduler.post_save(log, 2, vec![3], 1, false)
             );
             scheduler.end_step();
             spoil(&mut served);
             scheduler.end_step();
-            assert!(!scheduler.connected(), "{name}");
+            assert!(!scheduler.is_connected(), "{name}");
             assert_eq!(
                 served.word(header::VOID_SAVES_BELOW),
                 u64::MAX,
@@ -468,7 +473,7 @@ fn a_sidecar_that_breaks_a_ring_is_left_and_the_next_one_found() {
             assert!(scheduler.take_notices().iter().any(|text| text.contains("protocol")), "{name}");
             assert_eq!(scheduler.query(log, 0, 8), 0);
             let again = peer.serve(BLOCK_BYTES);
-            eventually("a sound sidecar", || scheduler.open(None) >= 0);
+            eventually("a sound sidecar", || scheduler.open_log(None) >= 0);
             drop(again.join().unwrap());
         })
     }));
@@ -627,7 +632,7 @@ fn noise_in_the_session_memory_is_a_miss() {
             noise(served.memory.region(), seed);
             worker.join([3; 16]);
             for step in 1..4 {
-                worker.start(step, 0);
+                worker.start_step(step, 0);
                 // The words of the binding are noise too, and so name another namespace.
                 assert_eq!(worker.load_now(plan(step, LOAD_BY_ENGINE, &[(2, slot)])), [2]);
                 assert!(kv.is_untouched(2));
@@ -643,14 +648,14 @@ fn noise_in_the_session_memory_is_a_miss() {
             noise(served.memory.region(), seed);
             for step in 1..4 {
                 assert!((0..=100).contains(&scheduler.query(log, 0, 100)));
-                scheduler.load(log, 0, &[1, 2], step, true);
-                scheduler.save(log, 0, vec![3, 4], step, false);
+                scheduler.post_load(log, 0, &[1, 2], step, true);
+                scheduler.post_save(log, 0, vec![3, 4], step, false);
                 scheduler.overwrite([3].into_iter());
-                scheduler.release(log);
+                scheduler.release_lease(log);
                 scheduler.salt();
                 scheduler.end_step();
             }
-            scheduler.close(log, 0);
+            scheduler.close_log(log, 0);
             scheduler.disconnect();
         });
     }

@@ -4,8 +4,8 @@ mod peer;
 
 use connector_shim::core::plan::Plan;
 use connector_shim::error::ShimError;
-use connector_shim::scheduler::{PENDING, Scheduler};
-use connector_shim::worker::Ended;
+use connector_shim::scheduler::{PENDING, SchedulerClient};
+use connector_shim::worker::EndedLoad;
 use peer::rank::{BLOCK_BYTES, EPOCH, connected, connected_with, content, ended, plan};
 use peer::{Peer, Served, eventually, namespace};
 use shm_protocol::handshake::{self, Copier};
@@ -20,11 +20,11 @@ fn hash(index: u32) -> BlockHash {
     BlockHash([index as u8; 32])
 }
 
-fn log_with(scheduler: &mut Scheduler, keys: u32, fold: Option<[u8; 16]>) -> i64 {
-    let log = scheduler.open(fold);
+fn log_with(scheduler: &mut SchedulerClient, keys: u32, fold: Option<[u8; 16]>) -> i64 {
+    let log = scheduler.open_log(fold);
     assert_eq!(
         scheduler
-            .append(log, 0, keys, |index, key| key.set_bytes(&hash(index).0).map_err(ShimError::from))
+            .append_keys(log, 0, keys, |index, key| key.set_bytes(&hash(index).0).map_err(ShimError::from))
             .unwrap(),
         keys
     );
@@ -63,9 +63,9 @@ fn weights_end_leases_and_hide_the_namespace_until_they_are_answered() {
     served.beat();
     let op = scheduler.post_query(log, 0, 4).unwrap();
     served.answer(op, Status::Ok, 4);
-    assert_eq!(scheduler.wait(op), 4);
+    assert_eq!(scheduler.wait_for_answer(op), 4);
     scheduler.weights(3);
-    assert!(scheduler.load(log, 0, &[1, 2, 3, 4], 1, true).is_empty(), "its lease is over");
+    assert!(scheduler.post_load(log, 0, &[1, 2, 3, 4], 1, true).is_empty(), "its lease is over");
     scheduler.weights(3);
     scheduler.weights(2);
     assert_eq!(introduced(&mut served), [(Kind::Weights, 3, 0)], "said once");
@@ -74,8 +74,8 @@ fn weights_end_leases_and_hide_the_namespace_until_they_are_answered() {
     assert_eq!(scheduler.namespace(), OTHER.words()[0]);
     let op = scheduler.post_query(log, 0, 4).unwrap();
     served.answer(op, Status::Ok, 4);
-    assert_eq!(scheduler.wait(op), 4);
-    let plans = scheduler.load(log, 0, &[1, 2, 3, 4], 1, true);
+    assert_eq!(scheduler.wait_for_answer(op), 4);
+    let plans = scheduler.post_load(log, 0, &[1, 2, 3, 4], 1, true);
     assert_eq!(plans[0].namespace, OTHER.words()[0]);
 }
 
@@ -89,7 +89,7 @@ fn a_new_sidecar_is_told_of_the_weights_before_anything_else() {
     drop(served);
     eventually("reconnect", || {
         scheduler.end_step();
-        scheduler.generation() == 2
+        scheduler.connection_count() == 2
     });
     let mut served = again.join().unwrap();
     let told: Vec<Kind> = served.drain().iter().map(|message| message.kind).collect();
@@ -102,14 +102,14 @@ fn a_barred_engine_misses_and_says_so_once_for_each_change_of_weights() {
     let peer = Peer::new(EPOCH);
     let (mut scheduler, served) = peer::scheduler::connected(&peer, BLOCK_BYTES);
     let log = log_with(&mut scheduler, 4, None);
-    let ask = |scheduler: &mut Scheduler, status| {
+    let ask = |scheduler: &mut SchedulerClient, status| {
         served.beat();
         scheduler.end_step();
         let op = scheduler.post_query(log, 0, 4).unwrap();
         served.answer(op, status, 4);
-        scheduler.wait(op)
+        scheduler.wait_for_answer(op)
     };
-    let said = |scheduler: &Scheduler| {
+    let said = |scheduler: &SchedulerClient| {
         scheduler.take_notices().iter().filter(|notice| notice.contains("PILLION STAYS OUT")).count()
     };
     assert_eq!((ask(&mut scheduler, Status::Barred), ask(&mut scheduler, Status::Barred)), (0, 0));
@@ -129,7 +129,7 @@ fn a_plan_of_another_namespace_is_not_copied() {
     assert_eq!(worker.load_now(other(1, OTHER.words()[0])), [2, 3]);
     assert_eq!(worker.load_now(other(2, 0)), [2, 3], "a scheduler that is not bound");
     worker.load_later(other(3, OTHER.words()[0]), 0).unwrap();
-    assert_eq!(ended(&mut worker, 1), [Ended { op: 3, failed: vec![2, 3] }]);
+    assert_eq!(ended(&mut worker, 1), [EndedLoad { op: 3, failed: vec![2, 3] }]);
     assert!(kv.is_untouched(2) && kv.is_untouched(3));
     let mismatch = Status::Mismatch as u8;
     assert_eq!(served.loaded(), [(1, mismatch), (2, mismatch), (3, mismatch)]);
@@ -150,7 +150,7 @@ fn what_the_sidecar_copies_of_another_namespace_counts_as_failed() {
     worker.load_later(other(2, 0), 0).unwrap();
     assert!(worker.finished().is_empty(), "not before the sidecar is done with the block");
     served.answer(2, Status::Ok, 1);
-    assert_eq!(worker.finished(), [Ended { op: 2, failed: vec![2] }]);
+    assert_eq!(worker.finished(), [EndedLoad { op: 2, failed: vec![2] }]);
     assert_eq!(served.gate(), 0, "nothing was taken back");
 }
 
@@ -191,7 +191,7 @@ fn a_new_sidecar_is_told_what_a_rank_holds_before_it_joins_and_promises_of_the_l
     let again = peer.serve(BLOCK_BYTES);
     eventually("reconnect", || {
         worker.join([3; 16]);
-        worker.generation() == 2
+        worker.connection_count() == 2
     });
     let mut served = again.join().unwrap();
     assert_eq!(introduced(&mut served), [(Kind::Weights, 1, 2), (Kind::Join, 0, 0)]);

@@ -10,7 +10,9 @@ use std::time::Duration;
 
 use connector_shim::core::plan::Plan;
 use connector_shim::error::ShimError;
-use connector_shim::scheduler::{Asked, Config, Options, PENDING, Scheduler, Session};
+use connector_shim::scheduler::{
+    AskedQuery, EngineSession, PENDING, SchedulerClient, SchedulerSetup, SessionConfig,
+};
 use peer::scheduler::{connected, connected_with, options};
 use peer::{Peer, Served, eventually};
 use shm_protocol::key::{BlockHash, NamespaceDigest};
@@ -30,22 +32,22 @@ fn hash(index: u32) -> BlockHash {
     BlockHash(std::array::from_fn(|at| (index.rotate_left(at as u32) ^ at as u32) as u8))
 }
 
-fn append(scheduler: &mut Scheduler, log: i64, count: u32) -> u32 {
+fn append(scheduler: &mut SchedulerClient, log: i64, count: u32) -> u32 {
     let start = scheduler.length(log).unwrap_or(0);
     scheduler
-        .append(log, start, count, |index, key| key.set_bytes(&hash(index).0).map_err(ShimError::from))
+        .append_keys(log, start, count, |index, key| key.set_bytes(&hash(index).0).map_err(ShimError::from))
         .unwrap()
 }
 
-fn log_with(scheduler: &mut Scheduler, keys: u32) -> i64 {
-    let log = scheduler.open(None);
+fn log_with(scheduler: &mut SchedulerClient, keys: u32) -> i64 {
+    let log = scheduler.open_log(None);
     assert!(log >= 0);
     assert_eq!(append(scheduler, log, keys), keys);
     log
 }
 
 /// A scheduler whose log has `keys` keys, and its sidecar.
-fn with_log(keys: u32) -> (Peer, Scheduler, Served, i64) {
+fn with_log(keys: u32) -> (Peer, SchedulerClient, Served, i64) {
     let peer = Peer::new(1);
     let (mut scheduler, served) = connected(&peer, BLOCK_BYTES);
     let log = log_with(&mut scheduler, keys);
@@ -53,12 +55,12 @@ fn with_log(keys: u32) -> (Peer, Scheduler, Served, i64) {
 }
 
 /// Opens logs as long as there is room for their messages.
-fn open_all(scheduler: &mut Scheduler) -> Vec<i64> {
-    std::iter::from_fn(|| Some(scheduler.open(None)).filter(|log| *log >= 0)).collect()
+fn open_all(scheduler: &mut SchedulerClient) -> Vec<i64> {
+    std::iter::from_fn(|| Some(scheduler.open_log(None)).filter(|log| *log >= 0)).collect()
 }
 
 /// A lease of all four keys of a log, and the chunks of these.
-fn leased(scheduler: &mut Scheduler, served: &mut Served, log: i64) -> [u32; APPEND_CHUNKS] {
+fn leased(scheduler: &mut SchedulerClient, served: &mut Served, log: i64) -> [u32; APPEND_CHUNKS] {
     let op = scheduler.post_query(log, 0, 4).unwrap();
     let chunks = served.drain()[1].data;
     grant(served, op, 0, 4, &chunks);
@@ -85,21 +87,21 @@ fn a_question_that_was_put_ahead_is_waited_for() {
     let messages = served.drain();
     let kinds: Vec<_> = messages.iter().map(|message| message.kind).collect();
     assert_eq!(kinds, [Kind::Open, Kind::Append, Kind::Query], "put once");
-    let Asked::Posted(op) = scheduler.ask(log, 0, 4) else { panic!("its answer is waited for") };
+    let AskedQuery::Posted(op) = scheduler.ask_query(log, 0, 4) else { panic!("its answer is waited for") };
     grant(&served, op, 0, 4, &messages[1].data);
-    assert_eq!(scheduler.wait(op), 4);
+    assert_eq!(scheduler.wait_for_answer(op), 4);
     scheduler.ask_ahead(log, 0, 4);
     assert!(served.drain().is_empty(), "the lease answers");
     // Put ahead for fewer than are asked for then: the answer to that is nobody's.
-    scheduler.release(log);
+    scheduler.release_lease(log);
     scheduler.ask_ahead(log, 0, 2);
-    let Asked::Posted(other) = scheduler.ask(log, 0, 3) else { panic!("another question") };
+    let AskedQuery::Posted(other) = scheduler.ask_query(log, 0, 3) else { panic!("another question") };
     grant(&served, other - 1, 0, 2, &messages[1].data);
     assert_eq!((scheduler.poll(other - 1), scheduler.poll(other)), (Some(0), None));
     grant(&served, other, 0, 3, &messages[1].data);
-    assert_eq!(scheduler.wait(other), 3);
+    assert_eq!(scheduler.wait_for_answer(other), 3);
     scheduler.ask_ahead(log, 1, 2);
-    scheduler.release(log);
+    scheduler.release_lease(log);
     scheduler.end_step();
     let kinds: Vec<_> = served.drain().iter().map(|message| message.kind).collect();
     assert_eq!(
@@ -137,13 +139,17 @@ fn a_request_from_its_keys_to_its_plan() {
     assert_eq!(scheduler.poll(op), None);
     grant(&served, op, 10, 300, &chunks);
     assert_eq!(scheduler.poll(op), Some(300));
-    assert_eq!(scheduler.ask(log, 10, 490), Asked::Answered(300), "asked again, the lease answers");
-    assert!(scheduler.load(log, 9, &[1], 3, true).is_empty(), "before the lease");
-    assert!(scheduler.load(log, 309, &[1, 2], 3, true).is_empty(), "behind the lease");
+    assert_eq!(
+        scheduler.ask_query(log, 10, 490),
+        AskedQuery::Answered(300),
+        "asked again, the lease answers"
+    );
+    assert!(scheduler.post_load(log, 9, &[1], 3, true).is_empty(), "before the lease");
+    assert!(scheduler.post_load(log, 309, &[1, 2], 3, true).is_empty(), "behind the lease");
     assert_eq!(scheduler.sources(log, 110, 200), [67, 66, 67], "every third");
     assert_eq!(scheduler.sources(log, 110, 201), [0; 3], "behind the lease");
     let blocks: Vec<u32> = (1000..1200).collect();
-    let plan = scheduler.load(log, 110, &blocks, 3, true).pop().unwrap();
+    let plan = scheduler.post_load(log, 110, &blocks, 3, true).pop().unwrap();
     scheduler.end_step();
     let load = served.drain_kind(Kind::Load)[0];
     assert_eq!((load.from, load.count, load.step, load.lease, load.flags), (110, 200, 3, op, LOAD_SYNC));
@@ -153,7 +159,7 @@ fn a_request_from_its_keys_to_its_plan() {
     assert_eq!(ids, blocks);
     let slots = (110..310).map(|key| SlotRef { offset: key * 512, generation: key + 1 });
     assert!(plan.blocks.into_iter().eq(blocks.iter().copied().zip(slots)));
-    assert!(scheduler.load(log, 110, &blocks, 3, true).is_empty(), "a lease is used once");
+    assert!(scheduler.post_load(log, 110, &blocks, 3, true).is_empty(), "a lease is used once");
 }
 
 #[test]
@@ -163,7 +169,7 @@ fn chunks_return_when_the_head_has_passed_the_close() {
     let full = log_with(&mut scheduler, LOG_KEYS as u32);
     let next = log_with(&mut scheduler, 0);
     assert_eq!(append(&mut scheduler, next, 1), 0, "the arena is full");
-    scheduler.close(full, 0);
+    scheduler.close_log(full, 0);
     scheduler.end_step();
     assert_eq!(append(&mut scheduler, next, 1), 0, "the sidecar may still read the chunks");
     served.drain();
@@ -175,7 +181,7 @@ fn requests_one_after_the_other_have_the_same_chunks() {
     let (_peer, mut scheduler, mut served, log) = with_log(300);
     let chunks = |served: &mut Served| served.drain_kind(Kind::Append)[0].data;
     let first = chunks(&mut served);
-    scheduler.close(log, 0);
+    scheduler.close_log(log, 0);
     scheduler.end_step();
     served.drain();
     log_with(&mut scheduler, 300);
@@ -189,12 +195,12 @@ fn a_full_ring_is_a_miss_and_never_a_wait() {
     let ordinary = SUBMISSION_SLOTS - SUBMISSION_RESERVED;
     assert_eq!(open_all(&mut scheduler).len(), ordinary - 2);
     assert_eq!(scheduler.query(log, 0, 4), 0);
-    assert!(!scheduler.save(log, 0, vec![1], 1, false));
+    assert!(!scheduler.post_save(log, 0, vec![1], 1, false));
     assert_eq!(append(&mut scheduler, log, 1), 4);
-    scheduler.close(log, 0);
+    scheduler.close_log(log, 0);
     scheduler.end_step();
     assert_eq!(served.drain_kind(Kind::Close).len(), 1, "giving back has room of its own");
-    assert!(scheduler.open(None) >= 0);
+    assert!(scheduler.open_log(None) >= 0);
 }
 
 #[test]
@@ -203,10 +209,10 @@ fn a_reset_without_room_is_told_to_the_next_connection() {
     let (mut scheduler, served) = connected(&peer, BLOCK_BYTES);
     open_all(&mut scheduler);
     assert!(scheduler.salt());
-    assert!(!scheduler.connected(), "the old generation must not be asked for again");
+    assert!(!scheduler.is_connected(), "the old generation must not be asked for again");
     drop(served);
     let again = peer.serve(BLOCK_BYTES);
-    eventually("reconnect", || scheduler.open(None) >= 0);
+    eventually("reconnect", || scheduler.open_log(None) >= 0);
     let mut served = again.join().unwrap();
     assert_eq!(served.drain().first().map(|message| message.kind), Some(Kind::Salt));
 }
@@ -217,11 +223,11 @@ fn a_close_without_any_room_is_posted_later() {
     let (mut scheduler, mut served) = connected(&peer, BLOCK_BYTES);
     let logs = open_all(&mut scheduler);
     for log in &logs {
-        scheduler.close(*log, 0);
+        scheduler.close_log(*log, 0);
     }
     scheduler.end_step();
     assert_eq!(served.drain_kind(Kind::Close).len(), SUBMISSION_RESERVED);
-    assert!(scheduler.open(None) >= 0, "a number is not opened before it is closed");
+    assert!(scheduler.open_log(None) >= 0, "a number is not opened before it is closed");
     let kinds: Vec<Kind> = served.drain().iter().map(|message| message.kind).collect();
     assert_eq!(kinds[kinds.len() - 2..], [Kind::Close, Kind::Open]);
     assert_eq!(kinds.len(), logs.len() - SUBMISSION_RESERVED + 1);
@@ -271,7 +277,7 @@ fn after_a_time_out_nothing_is_asked_until_the_heartbeat_moves() {
 fn one_budget_serves_all_queries_of_a_step() {
     let (_peer, mut scheduler, served, log) = with_log(4);
     let ops: Vec<u64> = (0..8).map(|_| scheduler.post_query(log, 0, 4).unwrap()).collect();
-    assert!(ops.iter().all(|op| scheduler.wait(*op) == 0));
+    assert!(ops.iter().all(|op| scheduler.wait_for_answer(*op) == 0));
     assert_eq!(scheduler.post_query(log, 0, 4), None, "nothing is left");
     served.beat();
     scheduler.end_step();
@@ -281,7 +287,7 @@ fn one_budget_serves_all_queries_of_a_step() {
 #[test]
 fn an_answer_wakes_a_sleeping_query() {
     let peer = Peer::new(1);
-    let patient = |config: &mut Config| config.budget = Duration::from_secs(10);
+    let patient = |config: &mut SessionConfig| config.budget = Duration::from_secs(10);
     let (mut scheduler, mut served) = connected_with(&peer, BLOCK_BYTES, patient);
     let log = log_with(&mut scheduler, 4);
     let answering = std::thread::spawn(move || {
@@ -305,9 +311,9 @@ fn a_pending_query_is_asked_again_without_a_message() {
     served.answer(op, Status::Pending, 0);
     assert_eq!(scheduler.poll(op), Some(PENDING));
     served.drain();
-    assert_eq!(scheduler.ask(log, 0, 4), Asked::Answered(PENDING));
+    assert_eq!(scheduler.ask_query(log, 0, 4), AskedQuery::Answered(PENDING));
     served.answer(op, Status::Ok, 4);
-    assert_eq!(scheduler.ask(log, 0, 4), Asked::Answered(4));
+    assert_eq!(scheduler.ask_query(log, 0, 4), AskedQuery::Answered(4));
     assert!(served.drain().is_empty());
 }
 
@@ -319,8 +325,8 @@ fn a_query_that_stays_pending_longer_than_a_sidecar_waits_is_a_miss() {
     served.drain();
     #[expect(clippy::disallowed_methods, reason = "a time after the question's, which the scheduler read")]
     let now = std::time::Instant::now();
-    assert_eq!(scheduler.answer(op, now), Some(PENDING));
-    assert_eq!(scheduler.answer(op, now + Duration::from_secs(4)), Some(0));
+    assert_eq!(scheduler.take_answer(op, now), Some(PENDING));
+    assert_eq!(scheduler.take_answer(op, now + Duration::from_secs(4)), Some(0));
     assert_eq!(served.drain_kind(Kind::Release).len(), 1, "a late answer holds nothing");
     assert_eq!(scheduler.stats()["queries_timed_out"], 1);
 }
@@ -331,15 +337,17 @@ fn what_a_living_sidecar_never_answers_is_a_miss_after_33_s() {
     scheduler.await_producer(log);
     #[expect(clippy::disallowed_methods, reason = "the time of the question")]
     let now = std::time::Instant::now();
-    let Asked::Posted(op) = Session::ask(&mut scheduler, log, 0, 4, now) else { panic!("a question") };
-    assert_eq!(scheduler.look(op, now, now), Some(PENDING));
+    let AskedQuery::Posted(op) = EngineSession::ask_query(&mut scheduler, log, 0, 4, now) else {
+        panic!("a question")
+    };
+    assert_eq!(scheduler.look_for_answer(op, now, now), Some(PENDING));
     let answers = (1..=17).map(|turn| {
         served.beat();
-        Session::ask(&mut scheduler, log, 0, 4, now + Duration::from_secs(2 * turn))
+        EngineSession::ask_query(&mut scheduler, log, 0, 4, now + Duration::from_secs(2 * turn))
     });
     let answers: Vec<_> = answers.collect();
-    assert_eq!(answers.iter().filter(|answer| **answer == Asked::Answered(PENDING)).count(), 16);
-    assert_eq!(answers[16], Asked::Answered(0));
+    assert_eq!(answers.iter().filter(|answer| **answer == AskedQuery::Answered(PENDING)).count(), 16);
+    assert_eq!(answers[16], AskedQuery::Answered(0));
     let [notice] = &scheduler.take_notices()[..] else { panic!("one notice") };
     assert!(notice.contains("not answered within 33000000 us"), "{notice}");
 }
@@ -369,7 +377,7 @@ fn the_answer_to_a_pending_query_ends_a_wait_for_it() {
 fn a_short_prompt_of_another_engine_is_answered_whole() {
     let mut peer = Peer::new(1);
     peer.handover = true;
-    let whole = |config: &mut Config| (config.part_blocks, config.whole_blocks) = (1, 3);
+    let whole = |config: &mut SessionConfig| (config.part_blocks, config.whole_blocks) = (1, 3);
     let (mut scheduler, mut served) = connected_with(&peer, BLOCK_BYTES, whole);
     let [plain, awaiting] = [(); 2].map(|()| log_with(&mut scheduler, 4));
     scheduler.await_producer(awaiting);
@@ -390,11 +398,11 @@ fn what_is_promised_is_told_with_its_keys_to_a_sidecar_that_knows_of_it() {
         peer.handover = knows;
         let (mut scheduler, mut served) = connected(&peer, BLOCK_BYTES);
         for (awaits, promises) in [(false, false), (false, true), (true, true)] {
-            let log = scheduler.open(None);
+            let log = scheduler.open_log(None);
             awaits.then(|| scheduler.await_producer(log));
-            promises.then(|| scheduler.promise(log).expect("no keys yet"));
+            promises.then(|| scheduler.promise_log(log).expect("no keys yet"));
             append(&mut scheduler, log, 4);
-            let late = scheduler.promise(log).expect_err("they were told without it");
+            let late = scheduler.promise_log(log).expect_err("they were told without it");
             assert!(late.to_string().contains("promise before the first append"), "{late}");
         }
         scheduler.end_step();
@@ -453,10 +461,11 @@ fn a_query_that_awaits_is_pending_when_the_budget_is_over() {
     #[expect(clippy::disallowed_methods, reason = "a time after the question's, which the scheduler read")]
     let now = std::time::Instant::now();
     // Qualified: the host's own asks by its clock.
-    let mut ask_at = |log, second| Session::ask(&mut scheduler, log, 0, 4, now + Duration::from_secs(second));
+    let mut ask_at =
+        |log, second| EngineSession::ask_query(&mut scheduler, log, 0, 4, now + Duration::from_secs(second));
     served.beat();
-    assert_eq!(ask_at(second, 4), Asked::Answered(PENDING), "as long as the sidecar lives");
-    assert_eq!(ask_at(second, 8), Asked::Answered(0), "it is frozen");
+    assert_eq!(ask_at(second, 4), AskedQuery::Answered(PENDING), "as long as the sidecar lives");
+    assert_eq!(ask_at(second, 8), AskedQuery::Answered(0), "it is frozen");
     assert_eq!(served.drain_kind(Kind::Release).len(), 1, "a late answer holds nothing");
     scheduler.end_step();
     assert_eq!(scheduler.query(first, 1, 3), 0, "it is asked nothing until it has moved");
@@ -475,7 +484,7 @@ fn who_awaits_and_who_hands_over_says_so_to_a_sidecar_that_knows_of_it() {
         scheduler.hand_over(marked);
         for log in [plain, marked] {
             scheduler.post_query(log, 0, 4).unwrap();
-            assert!(scheduler.save(log, 0, vec![1, 2], 1, false));
+            assert!(scheduler.post_save(log, 0, vec![1, 2], 1, false));
         }
         scheduler.end_step();
         let flags = |messages: Vec<Message>| messages.iter().map(|message| message.flags).collect::<Vec<_>>();
@@ -495,13 +504,13 @@ fn an_old_lease_is_renewed_before_it_is_used() {
     let log = log_with(&mut scheduler, 4);
     let chunks = leased(&mut scheduler, &mut served, log);
     assert!(scheduler.must_renew(log));
-    assert_eq!(scheduler.load(log, 0, &[5, 6], 1, true).len(), 1, "its step goes on at once");
+    assert_eq!(scheduler.post_load(log, 0, &[5, 6], 1, true).len(), 1, "its step goes on at once");
     assert!(served.drain_kind(Kind::Query).is_empty());
     let op = scheduler.post_query(log, 0, 4).unwrap();
     grant(&served, op, 0, 4, &chunks);
     assert_eq!(scheduler.poll(op), Some(4));
     served.drain();
-    assert!(scheduler.load(log, 0, &[5, 6], 1, false).is_empty(), "the renewal was not answered");
+    assert!(scheduler.post_load(log, 0, &[5, 6], 1, false).is_empty(), "the renewal was not answered");
     assert_eq!(served.drain_kind(Kind::Query).len(), 1);
 }
 
@@ -510,16 +519,16 @@ fn a_new_generation_ends_every_lease() {
     let (_peer, mut scheduler, mut served, log) = with_log(4);
     leased(&mut scheduler, &mut served, log);
     assert!(scheduler.salt());
-    assert!(scheduler.load(log, 0, &[1], 1, true).is_empty());
+    assert!(scheduler.post_load(log, 0, &[1], 1, true).is_empty());
     assert_eq!(served.drain_kind(Kind::Salt).len(), 1);
 }
 
 #[test]
 fn saves_end_are_counted_and_given_up_in_ranges() {
     let (_peer, mut scheduler, mut served, log) = with_log(8);
-    assert!(scheduler.save(log, 0, vec![10, 11, 12, 13], 5, false));
-    assert!(scheduler.save(log, 4, vec![14, 15], 5, false));
-    assert!(!scheduler.save(log, 7, vec![16, 17], 5, false), "no such keys");
+    assert!(scheduler.post_save(log, 0, vec![10, 11, 12, 13], 5, false));
+    assert!(scheduler.post_save(log, 4, vec![14, 15], 5, false));
+    assert!(!scheduler.post_save(log, 7, vec![16, 17], 5, false), "no such keys");
     assert_eq!(scheduler.saving(), 6);
     assert_eq!(scheduler.overwrite([15, 12, 11, 99].into_iter()), 3);
     // Before the step ends: a load into these blocks may come by another session.
@@ -546,46 +555,46 @@ fn accepted(served: &mut Served) -> Vec<u64> {
 #[test]
 fn a_step_is_accepted_at_once_where_saves_wait_for_it() {
     let (_peer, mut scheduler, mut served, log) = with_log(8);
-    scheduler.accept(1);
+    scheduler.accept_step(1);
     assert!(accepted(&mut served).is_empty(), "an engine that saves nothing says nothing");
-    assert!(scheduler.save(log, 0, vec![1], 2, false) && scheduler.save(log, 1, vec![2], 3, false));
-    scheduler.accept(1);
+    assert!(scheduler.post_save(log, 0, vec![1], 2, false) && scheduler.post_save(log, 1, vec![2], 3, false));
+    scheduler.accept_step(1);
     assert!(accepted(&mut served).is_empty(), "no save of step 1");
-    scheduler.accept(3);
+    scheduler.accept_step(3);
     assert_eq!(accepted(&mut served), [3], "before the step ends");
-    scheduler.accept(3);
-    scheduler.accept(4);
+    scheduler.accept_step(3);
+    scheduler.accept_step(4);
     assert!(accepted(&mut served).is_empty(), "steps 2 and 3 are settled");
-    assert!(scheduler.save(log, 2, vec![3], 6, false));
-    scheduler.accept(7);
+    assert!(scheduler.post_save(log, 2, vec![3], 6, false));
+    scheduler.accept_step(7);
     assert_eq!(accepted(&mut served), [7], "step 6 is void");
 }
 
 #[test]
 fn a_save_behind_its_acceptance_is_accepted_as_it_is_posted() {
     let (_peer, mut scheduler, mut served, log) = with_log(8);
-    scheduler.accept(5);
-    assert!(scheduler.save(log, 0, vec![1], 5, false) && scheduler.save(log, 1, vec![2], 6, false));
+    scheduler.accept_step(5);
+    assert!(scheduler.post_save(log, 0, vec![1], 5, false) && scheduler.post_save(log, 1, vec![2], 6, false));
     assert_eq!(accepted(&mut served), [5]);
 }
 
 #[test]
 fn an_acceptance_without_room_is_told_with_the_next() {
     let (_peer, mut scheduler, mut served, log) = with_log(8);
-    assert!(scheduler.save(log, 0, vec![1], 1, false));
+    assert!(scheduler.post_save(log, 0, vec![1], 1, false));
     let logs = open_all(&mut scheduler);
-    logs.iter().take(SUBMISSION_RESERVED).for_each(|log| scheduler.close(*log, 0));
-    scheduler.accept(1);
+    logs.iter().take(SUBMISSION_RESERVED).for_each(|log| scheduler.close_log(*log, 0));
+    scheduler.accept_step(1);
     assert!(accepted(&mut served).is_empty());
-    scheduler.accept(2);
+    scheduler.accept_step(2);
     assert_eq!(accepted(&mut served), [2], "and step 1 is void");
 }
 
 #[test]
 fn blocks_of_refused_steps_are_counted() {
     let (_peer, mut scheduler, mut served, log) = with_log(8);
-    assert!(scheduler.save(log, 0, vec![1, 2], 1, false));
-    scheduler.accept(2);
+    assert!(scheduler.post_save(log, 0, vec![1, 2], 1, false));
+    scheduler.accept_step(2);
     let op = served.drain_kind(Kind::Save)[0].op;
     served.complete(Saved { op, dropped: 2, unaccepted: 2, ..Saved::default() });
     scheduler.end_step();
@@ -597,11 +606,11 @@ fn at_a_sidecar_of_the_release_before_nothing_is_saved_or_promised() {
     let mut peer = Peer::new(1);
     peer.version = 2;
     let (mut scheduler, mut served) = connected(&peer, BLOCK_BYTES);
-    let log = scheduler.open(None);
-    scheduler.promise(log).unwrap();
+    let log = scheduler.open_log(None);
+    scheduler.promise_log(log).unwrap();
     assert_eq!(append(&mut scheduler, log, 4), 4);
-    assert!(!scheduler.save(log, 0, vec![1], 1, false));
-    scheduler.accept(1);
+    assert!(!scheduler.post_save(log, 0, vec![1], 1, false));
+    scheduler.accept_step(1);
     scheduler.end_step();
     let messages = served.drain();
     let kinds: Vec<Kind> = messages.iter().map(|message| message.kind).collect();
@@ -613,7 +622,7 @@ fn at_a_sidecar_of_the_release_before_nothing_is_saved_or_promised() {
     let op = scheduler.post_query(log, 0, 4).unwrap();
     grant(&served, op, 0, 4, &messages[1].data);
     assert_eq!(scheduler.poll(op), Some(4));
-    assert_eq!(scheduler.load(log, 0, &[1], 1, true).len(), 1, "it loads");
+    assert_eq!(scheduler.post_load(log, 0, &[1], 1, true).len(), 1, "it loads");
 }
 
 #[test]
@@ -624,7 +633,7 @@ fn a_check_that_finds_other_kv_is_said_once_with_its_figures() {
     let log = log_with(&mut scheduler, 8);
     scheduler.take_notices();
     for differing in [0, 1, 1] {
-        assert!(scheduler.save(log, 0, vec![10, 11], 1, true));
+        assert!(scheduler.post_save(log, 0, vec![10, 11], 1, true));
         scheduler.end_step();
         let op = served.drain().iter().find(|message| message.kind == Kind::Save).unwrap().op;
         let end = Saved { op, present: 2, checked: 2, differing, ..Saved::default() };
@@ -642,10 +651,10 @@ fn a_check_that_finds_other_kv_is_said_once_with_its_figures() {
 #[test]
 fn without_room_for_a_cancel_every_save_is_void() {
     let (_peer, mut scheduler, served, log) = with_log(8);
-    assert!(scheduler.save(log, 0, vec![10, 11], 1, false));
-    assert!(scheduler.save(log, 2, vec![12, 13], 1, false));
+    assert!(scheduler.post_save(log, 0, vec![10, 11], 1, false));
+    assert!(scheduler.post_save(log, 2, vec![12, 13], 1, false));
     let logs = open_all(&mut scheduler);
-    logs.iter().take(SUBMISSION_RESERVED).for_each(|log| scheduler.close(*log, 0));
+    logs.iter().take(SUBMISSION_RESERVED).for_each(|log| scheduler.close_log(*log, 0));
     assert_eq!(served.word(header::VOID_SAVES_BELOW), 0);
     assert_eq!(scheduler.overwrite([12].into_iter()), 4, "all of them");
     assert_eq!(served.word(header::VOID_SAVES_BELOW), 3, "operations 1 and 2 are void");
@@ -657,7 +666,7 @@ fn no_more_saves_than_completions_have_room() {
     let (_peer, mut scheduler, mut served, log) = with_log(1);
     let mut posted = 0;
     for _ in 0..2 {
-        while scheduler.save(log, 0, vec![1], 1, false) {
+        while scheduler.post_save(log, 0, vec![1], 1, false) {
             posted += 1;
         }
         scheduler.end_step();
@@ -670,19 +679,19 @@ fn no_more_saves_than_completions_have_room() {
 fn a_hang_up_is_a_miss_and_a_new_sidecar_a_new_generation() {
     let (peer, mut scheduler, served, log) = with_log(4);
     assert!(scheduler.salt());
-    assert!(scheduler.save(log, 0, vec![1], 1, false));
+    assert!(scheduler.post_save(log, 0, vec![1], 1, false));
     drop(served);
     assert_eq!(scheduler.query(log, 0, 4), 0);
     scheduler.end_step();
-    assert!(!scheduler.connected());
-    assert_eq!((scheduler.open(None), scheduler.saving(), scheduler.salt()), (-1, 0, true));
+    assert!(!scheduler.is_connected());
+    assert_eq!((scheduler.open_log(None), scheduler.saving(), scheduler.salt()), (-1, 0, true));
     let again = peer.serve(BLOCK_BYTES);
     eventually("reconnect", || {
         scheduler.end_step();
-        scheduler.connected()
+        scheduler.is_connected()
     });
     let mut served = again.join().unwrap();
-    assert_eq!(scheduler.generation(), 2);
+    assert_eq!(scheduler.connection_count(), 2);
     assert_eq!(served.drain_kind(Kind::Salt).len(), 2, "the new sidecar learns the generation first");
     assert_eq!(scheduler.query(log, 0, 4), 0, "a handle of the old connection");
     assert_eq!(append(&mut scheduler, log, 4), 0);
@@ -700,12 +709,15 @@ fn a_hang_up_is_a_miss_and_a_new_sidecar_a_new_generation() {
 #[test]
 fn an_absent_sidecar_is_said_once_and_found_later() {
     let peer = Peer::new(1);
-    let mut scheduler = Scheduler::new(options(&peer)).unwrap();
-    assert_eq!((scheduler.connected(), scheduler.open(None), scheduler.generation()), (false, -1, 0));
+    let mut scheduler = SchedulerClient::new(options(&peer)).unwrap();
+    assert_eq!(
+        (scheduler.is_connected(), scheduler.open_log(None), scheduler.connection_count()),
+        (false, -1, 0)
+    );
     let notices = scheduler.take_notices();
     assert!(notices.len() == 1 && notices[0].contains("pillion serve"), "{notices:?}");
     let served = peer.serve(BLOCK_BYTES);
-    eventually("connection", || scheduler.open(None) >= 0);
+    eventually("connection", || scheduler.open_log(None) >= 0);
     drop(served.join().unwrap());
 }
 
@@ -715,7 +727,7 @@ fn a_sidecar_that_breaks_the_protocol_is_left() {
     let (mut scheduler, mut served) = connected(&peer, BLOCK_BYTES);
     served.complete(Saved { op: 77, committed: 1, ..Saved::default() });
     scheduler.end_step();
-    assert!(!scheduler.connected());
+    assert!(!scheduler.is_connected());
     assert_eq!(served.word(header::VOID_SAVES_BELOW), u64::MAX, "it must commit nothing more");
     assert!(scheduler.take_notices().iter().any(|text| text.contains("save 77")));
 }
@@ -723,10 +735,10 @@ fn a_sidecar_that_breaks_the_protocol_is_left() {
 #[test]
 fn impossible_arguments_are_errors() {
     let peer = Peer::new(1);
-    let wrong = |change: fn(&mut Options)| {
+    let wrong = |change: fn(&mut SchedulerSetup)| {
         let mut options = options(&peer);
         change(&mut options);
-        assert!(matches!(Scheduler::new(options), Err(ShimError::Argument(_) | ShimError::Hello(_))));
+        assert!(matches!(SchedulerClient::new(options), Err(ShimError::Argument(_) | ShimError::Hello(_))));
     };
     wrong(|options| options.world_size = 65);
     wrong(|options| options.engine.clear());
@@ -736,7 +748,7 @@ fn impossible_arguments_are_errors() {
     let log = log_with(&mut scheduler, 4);
     assert!(
         scheduler
-            .append(log, 3, 1, |index, key| key.set_bytes(&hash(index).0).map_err(ShimError::from))
+            .append_keys(log, 3, 1, |index, key| key.set_bytes(&hash(index).0).map_err(ShimError::from))
             .is_err()
     );
 }
@@ -744,7 +756,7 @@ fn impossible_arguments_are_errors() {
 #[test]
 fn what_is_on_its_way_is_loaded_in_parts_and_never_synchronously() {
     let peer = Peer::new(1);
-    let in_parts = |config: &mut Config| config.part_blocks = 4;
+    let in_parts = |config: &mut SessionConfig| config.part_blocks = 4;
     let (mut scheduler, mut served) = connected_with(&peer, BLOCK_BYTES, in_parts);
     let log = log_with(&mut scheduler, 10);
     let op = scheduler.post_query(log, 0, 10).unwrap();
@@ -754,28 +766,26 @@ fn what_is_on_its_way_is_loaded_in_parts_and_never_synchronously() {
     served.answer(op, Status::Arriving, 10);
     assert_eq!(scheduler.poll(op), Some(10));
     assert!(scheduler.arriving(log));
-    assert!(scheduler.load(log, 0, &[1, 2], 3, true).is_empty(), "a step would wait for the wire");
+    assert!(scheduler.post_load(log, 0, &[1, 2], 3, true).is_empty(), "a step would wait for the wire");
     let blocks: Vec<u32> = (100..109).collect();
-    let plans = scheduler.load(log, 1, &blocks, 3, false);
+    let plans = scheduler.post_load(log, 1, &blocks, 3, false);
     scheduler.end_step();
     let posted = served.drain();
     let loads: Vec<_> = posted[..3].iter().map(|m| (m.kind, m.op, m.from, m.count, m.flags)).collect();
-    let of = |plan: &Plan| plan.op;
-    let expected: Vec<_> = plans.iter().map(of).zip([(1, 4), (5, 4), (9, 1)]).collect();
-    let expected =
-        expected.into_iter().map(|(op, (from, count))| (Kind::Load, op, from, count, LOAD_ARRIVING));
+    let expected = plans.iter().zip([(1, 4), (5, 4), (9, 1)]);
+    let expected = expected.map(|(plan, (from, count))| (Kind::Load, plan.op, from, count, LOAD_ARRIVING));
     assert_eq!(loads, expected.collect::<Vec<_>>());
     assert_eq!(posted[3].kind, Kind::Release, "no load has ended the answer");
     assert_eq!((posted.len(), plans.iter().all(Plan::arriving)), (4, true));
     let named: Vec<u32> = plans.iter().flat_map(|plan| plan.blocks.iter().map(|block| block.0)).collect();
     assert_eq!(named, blocks);
-    assert!(!scheduler.arriving(log) && scheduler.load(log, 0, &[1], 3, false).is_empty());
+    assert!(!scheduler.arriving(log) && scheduler.post_load(log, 0, &[1], 3, false).is_empty());
 }
 
 #[test]
 fn a_long_load_has_no_more_parts_than_there_may_be() {
     let peer = Peer::new(1);
-    let in_parts = |config: &mut Config| config.part_blocks = 1;
+    let in_parts = |config: &mut SessionConfig| config.part_blocks = 1;
     let (mut scheduler, mut served) = connected_with(&peer, BLOCK_BYTES, in_parts);
     for (status, parts) in [(Status::Arriving, 50), (Status::Ok, 1)] {
         let log = log_with(&mut scheduler, 100);
@@ -783,7 +793,7 @@ fn a_long_load_has_no_more_parts_than_there_may_be() {
         served.answer(op, status, 100);
         assert_eq!(scheduler.poll(op), Some(100));
         let blocks: Vec<u32> = (1..101).collect();
-        assert_eq!(scheduler.load(log, 0, &blocks, 3, false).len(), parts);
+        assert_eq!(scheduler.post_load(log, 0, &blocks, 3, false).len(), parts);
         scheduler.end_step();
         served.drain();
     }

@@ -2,7 +2,7 @@
 
 mod peer;
 
-use connector_shim::worker::Worker;
+use connector_shim::worker::RankClient;
 use peer::rank::{BLOCK_BYTES, BLOCKS, EPOCH, Kv, connected_with, content, ended, plan};
 use peer::{Peer, Served, eventually};
 use shm_protocol::handshake::{self, Copier, Role};
@@ -12,7 +12,7 @@ use shm_protocol::ring::RingMemory;
 use shm_protocol::session::Ring;
 
 /// A rank with block 3 filled, and its sidecar.
-fn staged() -> (Peer, Kv, Worker, Served) {
+fn staged() -> (Peer, Kv, RankClient, Served) {
     let (peer, kv, worker, served) = connected_with(Copier::Engine, |options| options.staged = true);
     kv.fill(3, &content(3));
     (peer, kv, worker, served)
@@ -65,8 +65,8 @@ fn blocks_that_are_asked_for_come_with_their_tags() {
     assert_eq!(slot(&served, slots - 1).1, 78);
     served.ask(&[StageRequest { tag: u64::MAX, block: 3, slot: 5 }]);
     assert_eq!(answers(&mut served, 1), [(u64::MAX, 5, OK)]);
-    worker.start(1, 0);
-    assert!(worker.connected());
+    worker.start_step(1, 0);
+    assert!(worker.is_connected());
 }
 
 #[test]
@@ -99,8 +99,8 @@ fn requests_of_no_honest_sidecar_end_the_connection() {
         let (_peer, _kv, mut worker, mut served) = staged();
         lie(&mut served);
         eventually(name, || {
-            worker.start(1, 0);
-            !worker.connected()
+            worker.start_step(1, 0);
+            !worker.is_connected()
         });
         assert!(served.drain_kind(Kind::Staged).is_empty(), "{name}");
         assert!(worker.take_notices().iter().any(|said| said.contains("broke the protocol")), "{name}");
@@ -115,8 +115,8 @@ fn a_sidecar_that_leaves_in_the_middle_is_followed_by_the_next_one() {
     peer.epoch = EPOCH + 1;
     let again = peer.serve(BLOCK_BYTES);
     eventually("the next one", || {
-        worker.start(4, 0);
-        worker.generation() == 2 && worker.connected()
+        worker.start_step(4, 0);
+        worker.connection_count() == 2 && worker.is_connected()
     });
     let mut served = again.join().unwrap();
     served.ask(&[StageRequest { tag: 900, block: 3, slot: 0 }]);

@@ -4,7 +4,7 @@ mod peer;
 
 use connector_shim::core::plan::Plan;
 use connector_shim::error::ShimError;
-use connector_shim::worker::{Begun, Ended, LOAD_DEADLINE, Memory, Options, Worker};
+use connector_shim::worker::{Begun, EndedLoad, LOAD_DEADLINE, RankClient, RegionMemory, WorkerSetup};
 use peer::rank::{
     BLOCK_BYTES, BLOCKS, EPOCH, Kv, connected, connected_with, content, ended, options, plan, refusal,
 };
@@ -31,7 +31,7 @@ fn fences_follow_the_steps_and_a_run_is_joined_once() {
     let (_peer, _kv, mut worker, mut served) = connected(Copier::Engine);
     for step in 5..8 {
         worker.join([3; 16]);
-        worker.start(step, 0);
+        worker.start_step(step, 0);
         assert_eq!(
             (served.word(header::FENCE_START), served.word(header::FENCE_DONE)),
             (step, if step == 5 { 0 } else { step - 1 })
@@ -97,7 +97,10 @@ fn an_asynchronous_load_ends_exactly_once() {
     let slot = served.pool.commit(0, 11, &content(1));
     worker.load_later(plan(1, LOAD_BY_ENGINE, &[(2, slot)]), 0).unwrap();
     worker.load_later(plan(2, LOAD_BY_ENGINE, &[(3, SlotRef { generation: 10, ..slot })]), 0).unwrap();
-    assert_eq!(ended(&mut worker, 2), [Ended { op: 1, failed: vec![] }, Ended { op: 2, failed: vec![3] }]);
+    assert_eq!(
+        ended(&mut worker, 2),
+        [EndedLoad { op: 1, failed: vec![] }, EndedLoad { op: 2, failed: vec![3] }]
+    );
     assert!(worker.finished().is_empty());
     assert_eq!(kv.block(2), content(1));
     assert_eq!(served.loaded(), [(1, Status::Ok as u8), (2, Status::Failed as u8)]);
@@ -112,7 +115,7 @@ fn the_sidecar_loads_and_the_engine_only_waits() {
     worker.load_later(plan(2, 0, &[(3, slot)]), 0).unwrap();
     assert!(worker.finished().is_empty(), "no word yet");
     served.answer(2, Status::Ok, 1);
-    assert_eq!(worker.finished(), [Ended { op: 2, failed: vec![] }]);
+    assert_eq!(worker.finished(), [EndedLoad { op: 2, failed: vec![] }]);
     assert!(kv.is_untouched(2) && kv.is_untouched(3), "the copies were the peer's to make");
     assert!(served.loaded().is_empty());
     assert_eq!((served.gate(), worker.stats()["rescues"]), (0, 0));
@@ -126,7 +129,7 @@ fn what_the_sidecar_failed_is_rescued() {
     assert!(worker.load_now(plan(1, LOAD_SYNC, &[(2, slot)])).is_empty());
     worker.load_later(plan(7, 0, &[(3, slot), (4, slot)]), 0).unwrap();
     served.answer(7, Status::Ok, 1);
-    assert_eq!(ended(&mut worker, 1), [Ended { op: 7, failed: vec![] }]);
+    assert_eq!(ended(&mut worker, 1), [EndedLoad { op: 7, failed: vec![] }]);
     assert!([2, 3, 4].iter().all(|block| kv.block(*block) == content(1)));
     let reported = [(1, Status::Ok as u8), (7, Status::Ok as u8)];
     assert_eq!(served.loaded(), reported, "the sidecar keeps their slots until then");
@@ -155,7 +158,7 @@ fn a_load_behind_others_that_move_is_left_to_the_sidecar() {
         std::thread::sleep(turn);
     }
     served.answer(1, Status::Ok, 1);
-    assert_eq!(worker.finished(), [Ended { op: 1, failed: vec![] }]);
+    assert_eq!(worker.finished(), [EndedLoad { op: 1, failed: vec![] }]);
     assert_eq!((worker.stats()["rescues"], served.gate()), (0, 0));
 }
 
@@ -170,7 +173,7 @@ fn a_rescue_waits_for_the_block_that_the_sidecar_is_writing() {
     eventually("closed gate", || served.gate() == 1);
     assert!(kv.is_untouched(2) && worker.finished().is_empty(), "a block may still be written");
     served.store(header::FENCE_COPYING, 0);
-    assert_eq!(ended(&mut worker, 1), [Ended { op: 1, failed: vec![] }]);
+    assert_eq!(ended(&mut worker, 1), [EndedLoad { op: 1, failed: vec![] }]);
     assert_eq!(kv.block(2), content(1));
     assert_eq!(served.loaded(), [(1, Status::Ok as u8)]);
 }
@@ -181,13 +184,13 @@ fn a_promise_outlives_the_sidecar() {
     let slot = served.pool.commit(0, 11, &content(1));
     worker.load_later(plan(1, 0, &[(2, slot)]), 0).unwrap();
     drop(served);
-    assert_eq!(ended(&mut worker, 1), [Ended { op: 1, failed: vec![] }]);
+    assert_eq!(ended(&mut worker, 1), [EndedLoad { op: 1, failed: vec![] }]);
     assert_eq!(kv.block(2), content(1));
     assert!(worker.load_now(plan(2, LOAD_SYNC, &[(3, slot)])).is_empty(), "the mapping is still there");
     assert_eq!(kv.block(3), content(1));
     eventually("hang-up", || {
-        worker.start(1, 0);
-        !worker.connected()
+        worker.start_step(1, 0);
+        !worker.is_connected()
     });
 }
 
@@ -200,8 +203,8 @@ fn a_new_sidecar_is_joined_while_the_old_pool_serves_its_plans() {
     peer.epoch = EPOCH + 1;
     let again = peer.serve(BLOCK_BYTES);
     eventually("reconnect", || {
-        worker.start(4, 0);
-        worker.generation() == 2 && worker.connected()
+        worker.start_step(4, 0);
+        worker.connection_count() == 2 && worker.is_connected()
     });
     let mut served = again.join().unwrap();
     assert_eq!(served.drain_kind(Kind::Join).len(), 1);
@@ -227,13 +230,13 @@ fn impossible_memory_is_an_error_and_an_absent_sidecar_is_not() {
     let (peer, kv) = (Peer::new(EPOCH), Kv::new());
     let mut wrong = options(&peer, &kv, Copier::Engine);
     wrong.worker.regions[1].fd = 1;
-    assert!(matches!(Worker::new(wrong), Err(ShimError::Hello(_))));
+    assert!(matches!(RankClient::new(wrong), Err(ShimError::Hello(_))));
     let mut short = options(&peer, &kv, Copier::Engine);
     short.worker.blocks = BLOCKS + 1;
-    assert!(matches!(Worker::new(short), Err(ShimError::Memory(_))));
-    let mut worker = Worker::new(options(&peer, &kv, Copier::Engine)).unwrap();
-    assert!(!worker.connected() && worker.take_notices()[0].contains("pillion serve"));
-    worker.start(1, 0);
+    assert!(matches!(RankClient::new(short), Err(ShimError::Memory(_))));
+    let mut worker = RankClient::new(options(&peer, &kv, Copier::Engine)).unwrap();
+    assert!(!worker.is_connected() && worker.take_notices()[0].contains("pillion serve"));
+    worker.start_step(1, 0);
     worker.done(1, true, 0);
     assert_eq!(worker.load_now(plan(1, LOAD_BY_ENGINE, &[(0, SlotRef { offset: 0, generation: 1 })])), [0]);
 }
@@ -249,7 +252,7 @@ fn ends_of_loads_that_find_no_room_are_told_later_in_their_order() {
     let mut told = Vec::new();
     eventually("all ends", || {
         told.extend(served.loaded().into_iter().map(|(op, _)| op));
-        worker.start(1, 0);
+        worker.start_step(1, 0);
         told.len() as u64 >= more
     });
     assert_eq!(told, (1..=more).collect::<Vec<_>>());
@@ -265,8 +268,8 @@ fn a_sidecar_that_never_reads_is_left() {
             op += 1;
             assert!(worker.load_now(plan(op, LOAD_BY_ENGINE, &[(3, slot)])).is_empty());
         }
-        worker.start(op, 0);
-        !worker.connected()
+        worker.start_step(op, 0);
+        !worker.is_connected()
     });
     assert!(op > 2 * SUBMISSION_SLOTS as u64, "not before there is nothing else to do");
 }
@@ -287,8 +290,8 @@ fn on_host_memory_nothing_is_enqueued() {
 fn gpu_memory_that_is_none_is_an_error() {
     let (peer, kv) = (Peer::new(EPOCH), Kv::new());
     let on_gpu = |cuts: &[u64], copy: Copier, pointers: &[u64]| {
-        let memory = Memory::Gpu { pointers: pointers.to_vec(), cuts: cuts.to_vec(), stream: 0 };
-        Worker::new(Options { memory, ..options(&peer, &kv, copy) }).unwrap_err().to_string()
+        let memory = RegionMemory::Gpu { pointers: pointers.to_vec(), cuts: cuts.to_vec(), stream: 0 };
+        RankClient::new(WorkerSetup { memory, ..options(&peer, &kv, copy) }).unwrap_err().to_string()
     };
     let half = BLOCK_BYTES / 2;
     let bad: [&[u64]; 7] = [
@@ -319,10 +322,10 @@ fn what_the_sidecar_refused_is_not_taken_back() {
     worker.load_later(plan(6, LOAD_ARRIVING, &[(2, here)]), 0).unwrap();
     worker.load_later(plan(7, LOAD_ARRIVING, &[(3, here), (4, lost)]), 0).unwrap();
     served.answer(7, Status::Absent, 0);
-    assert_eq!(ended(&mut worker, 1), [Ended { op: 7, failed: vec![4] }]);
+    assert_eq!(ended(&mut worker, 1), [EndedLoad { op: 7, failed: vec![4] }]);
     assert_eq!(kv.block(3), content(1), "what is there is taken");
     assert_eq!((served.gate(), worker.stats()["rescues"]), (0, 0), "the load before it goes on");
     served.answer(6, Status::Ok, 1);
-    assert_eq!(worker.finished(), [Ended { op: 6, failed: vec![] }]);
+    assert_eq!(worker.finished(), [EndedLoad { op: 6, failed: vec![] }]);
     assert_eq!(served.loaded(), [(7, Status::Failed as u8)]);
 }

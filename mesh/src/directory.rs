@@ -1,7 +1,7 @@
 //! For each peer a [`Filter`] of its blocks, its load and its breaker. Pure: no clock, no packet.
 //!
 //! An answer may be wrong, because a filter has false positives and is always a little late. The owner's
-//! answer is the truth, and [`crate::transport::Fault::Absent`] a miss like any other. Costs:
+//! answer is the truth, and [`crate::transport::FetchFault::Absent`] a miss like any other. Costs:
 //! docs/mesh-cost.md.
 
 mod absences;

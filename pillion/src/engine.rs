@@ -210,7 +210,7 @@ impl Engine {
 
     /// Leaves the sidecar; all requests have ended.
     pub fn leave_sidecar(self) {
-        self.inner.into_inner().disconnect();
+        self.inner.into_inner().disconnect_all();
     }
 
     // --- memory ---

@@ -403,7 +403,7 @@ impl Router {
         self.open_answer(None, asked, None).await.0
     }
 
-    /// Asks decode engines in the order of [`Engines::ranked`], until one begins to answer. Fails with the
+    /// Asks decode engines in the order of [`RouteRouteEngines::ranked`], until one begins to answer. Fails with the
     /// answer for the client if no engine does. A prompt may be the cause of engines' ends: after two engines
     /// broke off on it, no other engine is asked.
     async fn send_to_engine(

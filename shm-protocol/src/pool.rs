@@ -104,7 +104,7 @@ pub mod slot {
     pub const GROUP: u64 = offset_of!(SlotHeader, group) as u64;
     /// u64: bytes of the block; zero for a removed block that readers may still use. No later life adopts it.
     pub const LENGTH: u64 = offset_of!(SlotHeader, length) as u64;
-    /// u64: [`super::checksum`] of the block, xor [`super::header_checksum`] of this header; zero while unknown.
+    /// u64: [`super::compute_checksum`] of the block, xor [`super::header_checksum`] of this header; zero while unknown.
     pub const CHECKSUM: u64 = offset_of!(SlotHeader, checksum) as u64;
     /// Reserved up to the header's end. Every filling writes zeros here: a later release finds no old bytes
     /// in its fields.

@@ -3,20 +3,20 @@
 use std::ffi::c_char;
 use std::mem::MaybeUninit;
 
-use super::error::{Failure, Status, answer, given};
-use super::handle::{Guarded, Notices, end, put};
+use super::error::{CallFailure, Status, require_pointer, run_call};
+use super::handle::{GuardedHandle, HandleNotices, end_handle, put_result};
 use super::raw::{Items, Text};
 use super::worker::{Fact, read_facts};
 use crate::blocking::{BlockMemory, BlockingEngine, CheckRate, EngineSetup, ProofStart};
 
 /// An engine of one process.
 #[derive(Debug)]
-pub struct Engine(Guarded<BlockingState>);
+pub struct Engine(GuardedHandle<BlockingState>);
 
 #[derive(Debug)]
 struct BlockingState {
     engine: BlockingEngine,
-    notices: Notices,
+    notices: HandleNotices,
     /// Handed out last.
     blocks: Vec<u32>,
 }
@@ -80,18 +80,18 @@ pub extern "C" fn pillion_engine_join(
     options: Option<&EngineOptions>,
     engine: Option<&mut MaybeUninit<Box<Engine>>>,
 ) -> Status {
-    answer(|| {
-        let (options, out) = (given("options", options)?, given("engine", engine)?);
+    run_call(|| {
+        let (options, out) = (require_pointer("options", options)?, require_pointer("engine", engine)?);
         let setup = options.engine_setup()?;
         let engine = BlockingEngine::new(&setup)?;
         if !engine.is_connected() {
             let socket = setup.socket.display();
             let text =
                 format!("no sidecar answers at {socket}: start one with `pillion serve --socket {socket}`");
-            return Err(Failure { status: Status::Refused, text });
+            return Err(CallFailure { status: Status::Refused, text });
         }
-        let state = BlockingState { engine, notices: Notices::default(), blocks: Vec::new() };
-        out.write(Box::new(Engine(Guarded::new(state))));
+        let state = BlockingState { engine, notices: HandleNotices::default(), blocks: Vec::new() };
+        out.write(Box::new(Engine(GuardedHandle::new(state))));
         Ok(())
     })
 }
@@ -99,7 +99,7 @@ pub extern "C" fn pillion_engine_join(
 /// Leaves the sidecar and frees the handle; NULL is allowed.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_engine_free(engine: Option<Box<Engine>>) {
-    end(engine.map(|engine| engine.0), |state| state.engine.disconnect());
+    end_handle(engine.map(|engine| engine.0), |state| state.engine.disconnect_all());
 }
 
 /// Begins a request of these tokens, with the KV kept for them: from the first token on, of all but the last one at most. Waits for
@@ -146,7 +146,7 @@ pub extern "C" fn pillion_engine_held(
     call(engine, |state| {
         state.blocks = state.engine.blocks_of(request).to_vec();
         let tokens = state.engine.held_tokens(request);
-        put("held", held, || HeldTokens { tokens, blocks: Items::of(&state.blocks) })
+        put_result("held", held, || HeldTokens { tokens, blocks: Items::of_slice(&state.blocks) })
     })
 }
 
@@ -160,10 +160,10 @@ pub extern "C" fn pillion_engine_reserve(
     blocks: Option<&mut MaybeUninit<HeldTokens>>,
 ) -> Status {
     call(engine, |state| {
-        let out = given("blocks", blocks)?;
+        let out = require_pointer("blocks", blocks)?;
         let reserved = state.engine.reserve(request, tokens.get("tokens")?)?;
         state.blocks = reserved.blocks;
-        out.write(HeldTokens { tokens: reserved.first, blocks: Items::of(&state.blocks) });
+        out.write(HeldTokens { tokens: reserved.first, blocks: Items::of_slice(&state.blocks) });
         Ok(())
     })
 }
@@ -204,7 +204,7 @@ pub extern "C" fn pillion_engine_begin_proof(
     proof: Option<&mut MaybeUninit<ProofBegin>>,
 ) -> Status {
     call(engine, |state| {
-        let out = given("proof", proof)?;
+        let out = require_pointer("proof", proof)?;
         out.write(match state.engine.begin_proof(tokens.get("tokens")?) {
             ProofStart::Proven => ProofBegin { proven: true, request: 0 },
             ProofStart::NotKept => ProofBegin { proven: false, request: 0 },
@@ -223,7 +223,7 @@ pub extern "C" fn pillion_engine_end_proof(
     proven: Option<&mut MaybeUninit<bool>>,
 ) -> Status {
     call(engine, |state| {
-        let out = given("proven", proven)?;
+        let out = require_pointer("proven", proven)?;
         out.write(state.engine.end_proof(request)?);
         Ok(())
     })
@@ -236,7 +236,7 @@ pub extern "C" fn pillion_engine_notice(
     notice: Option<&mut MaybeUninit<*const c_char>>,
 ) -> Status {
     call(engine, |BlockingState { engine, notices, .. }| {
-        put("notice", notice, || notices.next(|| engine.take_notices()))
+        put_result("notice", notice, || notices.next(|| engine.take_notices()))
     })
 }
 
@@ -248,18 +248,18 @@ fn begin_request(
 ) -> Status {
     call(engine, |state| {
         let tokens = tokens.get("tokens")?;
-        put("request", request, || begin(&mut state.engine, tokens))
+        put_result("request", request, || begin(&mut state.engine, tokens))
     })
 }
 
-fn call(engine: Option<&Engine>, call: impl FnOnce(&mut BlockingState) -> Result<(), Failure>) -> Status {
-    answer(|| given("engine", engine)?.0.enter(call))
+fn call(engine: Option<&Engine>, call: impl FnOnce(&mut BlockingState) -> Result<(), CallFailure>) -> Status {
+    run_call(|| require_pointer("engine", engine)?.0.enter_call(call))
 }
 
 // === impl EngineOptions ===
 
 impl EngineOptions {
-    fn engine_setup(&self) -> Result<EngineSetup, Failure> {
+    fn engine_setup(&self) -> Result<EngineSetup, CallFailure> {
         Ok(EngineSetup {
             socket: self.socket.get("socket")?.into(),
             name: self.name.get("name")?.into(),
@@ -281,19 +281,19 @@ impl EngineOptions {
 #[cfg(test)]
 mod tests {
     use super::super::error::last_text;
-    use super::super::raw::result;
+    use super::super::raw::take_result;
     use super::*;
 
     #[test]
     fn what_is_missing_is_named() {
-        let none = || Items::of(&[]);
-        assert_eq!(result(|out| pillion_engine_load(None, none(), out)).unwrap_err(), Status::Argument);
+        let none = || Items::of_slice(&[]);
+        assert_eq!(take_result(|out| pillion_engine_load(None, none(), out)).unwrap_err(), Status::Argument);
         assert_eq!(last_text(), "engine is NULL: pass a pointer");
-        assert_eq!(result(|out| pillion_engine_join(None, out)).unwrap_err(), Status::Argument);
+        assert_eq!(take_result(|out| pillion_engine_join(None, out)).unwrap_err(), Status::Argument);
         let options = EngineOptions {
-            socket: Text::of(c"/nowhere/pillion.sock"),
-            name: Text::of(c"engine"),
-            facts: Items::of(&[]),
+            socket: Text::of_static(c"/nowhere/pillion.sock"),
+            name: Text::of_static(c"engine"),
+            facts: Items::of_slice(&[]),
             expects: Text::null(),
             shards: 1,
             descriptor: 0,
@@ -304,7 +304,10 @@ mod tests {
             check_per_mille: 0,
             miss_wait_ms: 0,
         };
-        assert_eq!(result(|out| pillion_engine_join(Some(&options), out)).unwrap_err(), Status::Argument);
+        assert_eq!(
+            take_result(|out| pillion_engine_join(Some(&options), out)).unwrap_err(),
+            Status::Argument
+        );
         assert!(last_text().contains("states no hash_algorithm"), "{}", last_text());
         assert_eq!(pillion_engine_end(None, 1), Status::Argument);
         pillion_engine_free(None);

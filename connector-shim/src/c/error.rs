@@ -32,7 +32,7 @@ pub enum Status {
 
 /// A failed call: what C is told.
 #[derive(Debug)]
-pub(super) struct Failure {
+pub(super) struct CallFailure {
     pub(super) status: Status,
     pub(super) text: String,
 }
@@ -62,9 +62,9 @@ pub extern "C" fn pillion_error_text() -> *const c_char {
     ERROR_TEXT.try_with(|text| text.borrow().as_ptr()).unwrap_or(c"".as_ptr())
 }
 
-// === impl Failure ===
+// === impl CallFailure ===
 
-impl From<ShimError> for Failure {
+impl From<ShimError> for CallFailure {
     fn from(error: ShimError) -> Self {
         let status = match &error {
             ShimError::Argument(_) | ShimError::Hello(_) | ShimError::Key(_) => Status::Argument,
@@ -78,7 +78,7 @@ impl From<ShimError> for Failure {
     }
 }
 
-impl Failure {
+impl CallFailure {
     pub(super) fn argument(text: impl Into<String>) -> Self {
         Self { status: Status::Argument, text: text.into() }
     }
@@ -90,11 +90,11 @@ impl Failure {
 }
 
 /// Runs a call; whatever happens in it, C gets a status.
-pub(super) fn answer(call: impl FnOnce() -> Result<(), Failure>) -> Status {
+pub(super) fn run_call(call: impl FnOnce() -> Result<(), CallFailure>) -> Status {
     let failure = match catch_unwind(AssertUnwindSafe(call)) {
         Ok(Ok(())) => return Status::Ok,
         Ok(Err(failure)) => failure,
-        Err(_) => Failure::internal(),
+        Err(_) => CallFailure::internal(),
     };
     let text = CString::new(failure.text.replace('\0', " ")).expect("its zeros were replaced");
     // A thread that is ending has no place for it; the status is what counts.
@@ -103,8 +103,8 @@ pub(super) fn answer(call: impl FnOnce() -> Result<(), Failure>) -> Status {
 }
 
 /// A pointer that must not be NULL.
-pub(super) fn given<T>(name: &str, pointer: Option<T>) -> Result<T, Failure> {
-    pointer.ok_or_else(|| Failure::argument(format!("{name} is NULL: pass a pointer")))
+pub(super) fn require_pointer<T>(name: &str, pointer: Option<T>) -> Result<T, CallFailure> {
+    pointer.ok_or_else(|| CallFailure::argument(format!("{name} is NULL: pass a pointer")))
 }
 
 #[cfg(test)]

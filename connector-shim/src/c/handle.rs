@@ -6,7 +6,7 @@ use std::mem::MaybeUninit;
 use std::ptr;
 use std::sync::{Mutex, TryLockError};
 
-use super::error::{Failure, Status, answer, given};
+use super::error::{CallFailure, Status, require_pointer, run_call};
 use crate::error::refuse_forked;
 
 /// 16 random bytes that name one run of an engine; see `getrandom(2)`.
@@ -19,34 +19,37 @@ pub struct Run {
 
 /// What a handle points at.
 #[derive(Debug)]
-pub(super) struct Guarded<S> {
+pub(super) struct GuardedHandle<S> {
     session: Mutex<S>,
     owner: u32,
 }
 
 /// Messages for the engine's log, handed over one by one.
 #[derive(Debug, Default)]
-pub(super) struct Notices {
+pub(super) struct HandleNotices {
     waiting: VecDeque<String>,
-    told: CString,
+    current: CString,
 }
 
-// === impl Guarded ===
+// === impl GuardedHandle ===
 
-impl<S> Guarded<S> {
+impl<S> GuardedHandle<S> {
     pub(super) fn new(session: S) -> Self {
         Self { session: Mutex::new(session), owner: std::process::id() }
     }
 
     /// One call. A forked child is refused before the lock, which its parent may have held.
-    pub(super) fn enter<T>(&self, call: impl FnOnce(&mut S) -> Result<T, Failure>) -> Result<T, Failure> {
+    pub(super) fn enter_call<T>(
+        &self,
+        call: impl FnOnce(&mut S) -> Result<T, CallFailure>,
+    ) -> Result<T, CallFailure> {
         refuse_forked(self.owner)?;
         let mut session = self.session.try_lock().map_err(|error| match error {
-            TryLockError::Poisoned(_) => Failure::internal(),
+            TryLockError::Poisoned(_) => CallFailure::internal(),
             TryLockError::WouldBlock => {
                 let text =
                     "another thread is inside a call with this handle: use it from one thread at a time";
-                Failure { status: Status::Busy, text: text.into() }
+                CallFailure { status: Status::Busy, text: text.into() }
             }
         })?;
         call(&mut session)
@@ -54,8 +57,8 @@ impl<S> Guarded<S> {
 }
 
 /// The end of a handle, if there is one: `leave` says good-bye, but not for the parent of a forked child.
-pub(super) fn end<S>(handle: Option<Guarded<S>>, leave: impl FnMut(&mut S)) {
-    answer(|| {
+pub(super) fn end_handle<S>(handle: Option<GuardedHandle<S>>, leave: impl FnMut(&mut S)) {
+    run_call(|| {
         let handle = handle.filter(|handle| refuse_forked(handle.owner).is_ok());
         let session = handle.map(|handle| handle.session.into_inner());
         session.and_then(Result::ok).iter_mut().for_each(leave);
@@ -64,26 +67,26 @@ pub(super) fn end<S>(handle: Option<Guarded<S>>, leave: impl FnMut(&mut S)) {
 }
 
 /// Writes a result for C, which must have room for it before it is made.
-pub(super) fn put<T>(
+pub(super) fn put_result<T>(
     name: &str,
     out: Option<&mut MaybeUninit<T>>,
     result: impl FnOnce() -> T,
-) -> Result<(), Failure> {
-    given(name, out)?.write(result());
+) -> Result<(), CallFailure> {
+    require_pointer(name, out)?.write(result());
     Ok(())
 }
 
-// === impl Notices ===
+// === impl HandleNotices ===
 
-impl Notices {
+impl HandleNotices {
     /// The next message, valid until the next one is asked for; NULL where there is none.
     pub(super) fn next(&mut self, more: impl FnOnce() -> Vec<String>) -> *const c_char {
         self.waiting.extend(more());
         match self.waiting.pop_front() {
             None => ptr::null(),
             Some(text) => {
-                self.told = CString::new(text.replace('\0', " ")).expect("its zeros were replaced");
-                self.told.as_ptr()
+                self.current = CString::new(text.replace('\0', " ")).expect("its zeros were replaced");
+                self.current.as_ptr()
             }
         }
     }
@@ -96,27 +99,31 @@ mod tests {
 
     #[test]
     fn a_panic_is_a_status_and_ends_the_handle_alone() {
-        let handle = Guarded::new(1);
-        let panics = || handle.enter(|_| -> Result<(), Failure> { panic!("on purpose") });
-        assert_eq!(answer(panics), Status::Internal);
-        assert_eq!(answer(|| handle.enter(|_| Ok(()))), Status::Internal, "its session may be half changed");
-        assert_eq!(answer(|| Guarded::new(2).enter(|_| Ok(()))), Status::Ok);
+        let handle = GuardedHandle::new(1);
+        let panics = || handle.enter_call(|_| -> Result<(), CallFailure> { panic!("on purpose") });
+        assert_eq!(run_call(panics), Status::Internal);
+        assert_eq!(
+            run_call(|| handle.enter_call(|_| Ok(()))),
+            Status::Internal,
+            "its session may be half changed"
+        );
+        assert_eq!(run_call(|| GuardedHandle::new(2).enter_call(|_| Ok(()))), Status::Ok);
         assert!(last_text().contains("report it"), "a success leaves the text");
     }
 
     #[test]
     fn two_threads_in_one_handle_are_told_so() {
-        let handle = Guarded::new(1);
-        let nested = || handle.enter(|_| handle.enter(|_| Ok(())));
-        assert_eq!(answer(nested), Status::Busy);
-        assert_eq!(answer(|| handle.enter(|_| Ok(()))), Status::Ok);
+        let handle = GuardedHandle::new(1);
+        let nested = || handle.enter_call(|_| handle.enter_call(|_| Ok(())));
+        assert_eq!(run_call(nested), Status::Busy);
+        assert_eq!(run_call(|| handle.enter_call(|_| Ok(()))), Status::Ok);
     }
 
     #[test]
     fn a_text_reaches_c_whole() {
-        assert_eq!(answer(|| Err(Failure::argument("one\0two"))), Status::Argument);
+        assert_eq!(run_call(|| Err(CallFailure::argument("one\0two"))), Status::Argument);
         assert_eq!(last_text(), "one two");
-        assert_eq!(answer(|| given("log", None::<&u8>).map(drop)), Status::Argument);
+        assert_eq!(run_call(|| require_pointer("log", None::<&u8>).map(drop)), Status::Argument);
         assert_eq!(last_text(), "log is NULL: pass a pointer");
     }
 }

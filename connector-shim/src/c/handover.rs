@@ -1,7 +1,7 @@
 //! `pillion_scheduler_await`, `_hand_over` and `_promise`: one engine computes a request's prompt, another answers it.
 
 use super::error::Status;
-use super::scheduler::{Scheduler, call, tell};
+use super::scheduler::{Scheduler, call_session, tell_session};
 
 // === exported ===
 
@@ -9,14 +9,14 @@ use super::scheduler::{Scheduler, call, tell};
 /// until that is not worth waiting for: 2 s at most, and 30 s while the other engine has promised them and works. Before the log's first query. Of no effect on a sidecar of an older release.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_scheduler_await(scheduler: Option<&Scheduler>, log: i64) -> Status {
-    tell(scheduler, |session| session.await_producer(log))
+    tell_session(scheduler, |session| session.await_producer(log))
 }
 
 /// Says that another engine will load the blocks of this log: what is saved of it from now on stays until that has loaded it, for a
 /// while. Of no effect on a sidecar of an older release.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_scheduler_hand_over(scheduler: Option<&Scheduler>, log: i64) -> Status {
-    tell(scheduler, |session| session.hand_over(log))
+    tell_session(scheduler, |session| session.hand_over(log))
 }
 
 /// Says that this engine is about to compute the blocks of this log: an engine that awaits them waits until this log is closed, 30 s
@@ -25,7 +25,7 @@ pub extern "C" fn pillion_scheduler_hand_over(scheduler: Option<&Scheduler>, log
 /// an older release.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_scheduler_promise(scheduler: Option<&Scheduler>, log: i64) -> Status {
-    call(scheduler, |state| Ok(state.session.promise(log)?))
+    call_session(scheduler, |state| Ok(state.session.promise_log(log)?))
 }
 
 #[cfg(test)]

@@ -4,17 +4,17 @@ use std::mem::MaybeUninit;
 
 use shm_protocol::key::{Algorithm, Chain, ExtraForm, ExtraKey as Extra};
 
-use super::error::{Failure, Status, answer, given};
-use super::handle::Guarded;
+use super::error::{CallFailure, Status, require_pointer, run_call};
+use super::handle::GuardedHandle;
 use super::raw::{Hash, Items, Text};
 use crate::error::ShimError;
 
 /// The hashes of one request's blocks.
 #[derive(Debug)]
-pub struct Keys(Guarded<State>);
+pub struct Keys(GuardedHandle<KeysState>);
 
 #[derive(Debug)]
-struct State {
+struct KeysState {
     chain: Chain,
     block_tokens: usize,
 }
@@ -64,19 +64,19 @@ pub extern "C" fn pillion_keys_new(
     block_tokens: u32,
     keys: Option<&mut MaybeUninit<Box<Keys>>>,
 ) -> Status {
-    answer(|| {
-        let out = given("keys", keys)?;
+    run_call(|| {
+        let out = require_pointer("keys", keys)?;
         let algorithm = Algorithm::of_fact(hash_algorithm.get("hash_algorithm")?).map_err(ShimError::from)?;
         let form: ExtraForm = extra_keys.get("extra_keys")?.parse().map_err(ShimError::from)?;
         let none_hash = hex::decode(none_hash.get("none_hash")?).map_err(|error| {
-            Failure::argument(format!(
+            CallFailure::argument(format!(
                 "none_hash is not hex digits ({error}): pass the engines' \
                  NONE_HASH in hex"
             ))
         })?;
         let chain = Chain::new(algorithm, &none_hash, block_tokens).map_err(ShimError::from)?;
-        let state = State { chain: chain.with_form(form), block_tokens: block_tokens as usize };
-        out.write(Box::new(Keys(Guarded::new(state))));
+        let state = KeysState { chain: chain.with_form(form), block_tokens: block_tokens as usize };
+        out.write(Box::new(Keys(GuardedHandle::new(state))));
         Ok(())
     })
 }
@@ -84,7 +84,7 @@ pub extern "C" fn pillion_keys_new(
 /// Frees the handle; NULL is allowed.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_keys_free(keys: Option<Box<Keys>>) {
-    answer(|| {
+    run_call(|| {
         drop(keys);
         Ok(())
     });
@@ -100,7 +100,7 @@ pub extern "C" fn pillion_keys_append(
     extra: Items<ExtraKey>,
     hashes: Option<&mut MaybeUninit<Items<Hash>>>,
 ) -> Status {
-    append(keys, tokens, extra, hashes)
+    append_tokens(keys, tokens, extra, hashes)
 }
 
 /// The same for tokens of 64 bits.
@@ -111,17 +111,17 @@ pub extern "C" fn pillion_keys_append64(
     extra: Items<ExtraKey>,
     hashes: Option<&mut MaybeUninit<Items<Hash>>>,
 ) -> Status {
-    append(keys, tokens, extra, hashes)
+    append_tokens(keys, tokens, extra, hashes)
 }
 
-fn append<T: Copy + Into<u64>>(
+fn append_tokens<T: Copy + Into<u64>>(
     keys: Option<&Keys>,
     tokens: Items<T>,
     extra: Items<ExtraKey>,
     hashes: Option<&mut MaybeUninit<Items<Hash>>>,
 ) -> Status {
-    answer(|| {
-        given("keys", keys)?.0.enter(|state| {
+    run_call(|| {
+        require_pointer("keys", keys)?.0.enter_call(|state| {
             let tokens = tokens.get("tokens")?;
             // A block that was partial before may become full too.
             let blocks = tokens.len() / state.block_tokens + 1;
@@ -136,19 +136,19 @@ fn append<T: Copy + Into<u64>>(
 }
 
 /// The extra keys of each block, as many blocks as have any.
-fn extra_by_block(extra: &[ExtraKey], blocks: usize) -> Result<Vec<Vec<Extra>>, Failure> {
+fn extra_by_block(extra: &[ExtraKey], blocks: usize) -> Result<Vec<Vec<Extra>>, CallFailure> {
     let mut by_block: Vec<Vec<Extra>> = Vec::new();
     for key in extra {
         let block = key.block as usize;
         if block >= blocks {
             let text =
                 format!("an extra key names block {block}, and these tokens reach into {blocks} blocks");
-            return Err(Failure::argument(text));
+            return Err(CallFailure::argument(text));
         }
         if by_block.len() <= block {
             by_block.resize(block + 1, Vec::new());
         }
-        by_block[block].push(key.read()?);
+        by_block[block].push(key.read_extra()?);
     }
     Ok(by_block)
 }
@@ -156,8 +156,8 @@ fn extra_by_block(extra: &[ExtraKey], blocks: usize) -> Result<Vec<Vec<Extra>>, 
 // === impl ExtraKey ===
 
 impl ExtraKey {
-    fn read(&self) -> Result<Extra, Failure> {
-        let text = || Ok::<_, Failure>(self.text.get("an extra key's text")?.to_owned());
+    fn read_extra(&self) -> Result<Extra, CallFailure> {
+        let text = || Ok::<_, CallFailure>(self.text.get("an extra key's text")?.to_owned());
         match self.kind {
             kind if kind == ExtraKind::Lora as u32 => {
                 Ok(Extra::Lora { name: text()?, path: self.path.get("a LoRA key's path")?.to_owned() })
@@ -169,7 +169,7 @@ impl ExtraKey {
             kind if kind == ExtraKind::PromptEmbeds as u32 => {
                 Ok(Extra::PromptEmbeds(self.bytes.get("an extra key's bytes")?.to_vec()))
             }
-            kind => Err(Failure::argument(format!(
+            kind => Err(CallFailure::argument(format!(
                 "an extra key has the unknown kind {kind}: pass one of \
                  PillionExtraKind"
             ))),
@@ -180,25 +180,27 @@ impl ExtraKey {
 #[cfg(test)]
 mod tests {
     use super::super::error::last_text;
-    use super::super::raw::result;
+    use super::super::raw::take_result;
     use super::*;
 
     fn keys(algorithm: Text, none_hash: Text, block_tokens: u32) -> Result<Box<Keys>, Status> {
-        result(|keys| pillion_keys_new(algorithm, none_hash, Text::of(c"tagged"), block_tokens, keys))
+        take_result(|keys| {
+            pillion_keys_new(algorithm, none_hash, Text::of_static(c"tagged"), block_tokens, keys)
+        })
     }
 
     fn salt(block: u32, kind: u32, text: Text) -> ExtraKey {
-        ExtraKey { block, kind, text, path: Text::null(), offset: 0, bytes: Items::of(&[]) }
+        ExtraKey { block, kind, text, path: Text::null(), offset: 0, bytes: Items::of_slice(&[]) }
     }
 
     #[test]
     fn impossible_keys_are_errors_that_name_what_is_possible() {
-        let none = || Text::of(c"9bd96a485ad84efdafb72ee48a1d7a69bcead0f8f0433173941b276b9581eef0");
-        let sha256 = || Text::of(c"sha256_cbor");
+        let none = || Text::of_static(c"9bd96a485ad84efdafb72ee48a1d7a69bcead0f8f0433173941b276b9581eef0");
+        let sha256 = || Text::of_static(c"sha256_cbor");
         for (algorithm, none_hash, block_tokens, text) in [
-            (Text::of(c"md5"), none(), 16, "sha256_cbor"),
-            (sha256(), Text::of(c"9bd"), 16, "none_hash is not hex digits"),
-            (sha256(), Text::of(c"9bd9"), 16, "a block hash has 2 bytes"),
+            (Text::of_static(c"md5"), none(), 16, "sha256_cbor"),
+            (sha256(), Text::of_static(c"9bd"), 16, "none_hash is not hex digits"),
+            (sha256(), Text::of_static(c"9bd9"), 16, "a block hash has 2 bytes"),
             (sha256(), none(), 0, "1 to"),
             (sha256(), Text::null(), 16, "none_hash is NULL"),
         ] {
@@ -206,15 +208,19 @@ mod tests {
             assert!(last_text().contains(text), "{}", last_text());
         }
         let keys = keys(sha256(), none(), 2).unwrap();
-        let extra =
-            |key: ExtraKey| pillion_keys_append(Some(&keys), Items::of(&[1, 2, 3]), Items::of(&[key]), None);
-        assert_eq!(extra(salt(2, ExtraKind::CacheSalt as u32, Text::of(c"a"))), Status::Argument);
+        let extra = |key: ExtraKey| {
+            pillion_keys_append(Some(&keys), Items::of_slice(&[1, 2, 3]), Items::of_slice(&[key]), None)
+        };
+        assert_eq!(extra(salt(2, ExtraKind::CacheSalt as u32, Text::of_static(c"a"))), Status::Argument);
         assert!(last_text().contains("block 2"));
-        assert_eq!(extra(salt(0, 9, Text::of(c"a"))), Status::Argument);
+        assert_eq!(extra(salt(0, 9, Text::of_static(c"a"))), Status::Argument);
         assert!(last_text().contains("PillionExtraKind"));
         assert_eq!(extra(salt(0, ExtraKind::CacheSalt as u32, Text::null())), Status::Argument);
-        assert_eq!(extra(salt(1, ExtraKind::CacheSalt as u32, Text::of(c"a"))), Status::Ok);
-        assert_eq!(pillion_keys_append(None, Items::of(&[]), Items::of(&[]), None), Status::Argument);
+        assert_eq!(extra(salt(1, ExtraKind::CacheSalt as u32, Text::of_static(c"a"))), Status::Ok);
+        assert_eq!(
+            pillion_keys_append(None, Items::of_slice(&[]), Items::of_slice(&[]), None),
+            Status::Argument
+        );
         pillion_keys_free(Some(keys));
         pillion_keys_free(None);
     }

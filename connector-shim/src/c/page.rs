@@ -5,7 +5,7 @@ use std::mem::MaybeUninit;
 
 use shm_protocol::page_form;
 
-use super::error::{Failure, Status, answer, given};
+use super::error::{CallFailure, Status, require_pointer, run_call};
 use super::raw::Text;
 
 /// Where the elements of K or of V are in a page, in bytes. A stride is 0 where its axis has the length 1.
@@ -66,10 +66,10 @@ pub extern "C" fn pillion_page_form(
     layer: u32,
     page: Option<&mut MaybeUninit<Page>>,
 ) -> Status {
-    answer(|| {
-        let out = given("page", page)?;
+    run_call(|| {
+        let out = require_pointer("page", page)?;
         let pages = page_form::parse_pages(page_form.get("page_form")?)
-            .map_err(|error| Failure::argument(error.to_string()))?;
+            .map_err(|error| CallFailure::argument(error.to_string()))?;
         let (layers, shard_bytes) = end_of(&pages);
         let mut layers_before = 0;
         for (at, found) in pages.iter().enumerate() {
@@ -80,7 +80,7 @@ pub extern "C" fn pillion_page_form(
             }
             layers_before += found.layers;
         }
-        Err(Failure::argument(format!(
+        Err(CallFailure::argument(format!(
             "page_form: layer {layer} does not exist: pass a number below {layers}, the \
              number of layers"
         )))
@@ -130,22 +130,22 @@ mod tests {
     use std::ffi::CStr;
 
     use super::super::error::last_text;
-    use super::super::raw::result;
+    use super::super::raw::take_result;
     use super::*;
 
     const FORM: &CStr = c"layers=2 tokens=4 kv_heads=2 keys=2 values=2 dtype=float32 k=kv_heads*16+tokens*4+keys v=2+kv_heads*16+tokens*4+values packing=none; layers=1 tokens=4 kernel_block=2 kv_heads=1 keys=3 values=1 dtype=bfloat16 k=kernel_blocks*8+tokens*4+keys v=3+kernel_blocks*8+tokens*4 packing=none";
 
     fn page(form: Text, layer: u32) -> Result<Page, Status> {
-        result(|page| pillion_page_form(form, layer, page))
+        take_result(|page| pillion_page_form(form, layer, page))
     }
 
     #[test]
     fn layers_of_two_forms_follow_each_other_and_strides_are_bytes() {
         for (layer, begin) in [(0, 0), (1, 128), (2, 256)] {
-            let found = page(Text::of(FORM), layer).unwrap();
+            let found = page(Text::of_static(FORM), layer).unwrap();
             assert_eq!((found.layers, found.begin, found.shard_bytes), (3, begin, 288));
         }
-        let [first, last] = [1, 2].map(|layer| page(Text::of(FORM), layer).unwrap());
+        let [first, last] = [1, 2].map(|layer| page(Text::of_static(FORM), layer).unwrap());
         assert_eq!((first.element_bytes, first.bytes, first.kernel_block_tokens), (4, 128, 4));
         assert_eq!(first.k, Place { offset: 0, kv_heads: 64, kernel_blocks: 0, tokens: 16, elements: 4 });
         assert_eq!((last.element_bytes, last.bytes, last.kernel_block_tokens), (2, 32, 2));
@@ -155,9 +155,9 @@ mod tests {
     #[test]
     fn what_cannot_be_read_is_an_error_that_names_the_fact() {
         for (form, layer, text) in [
-            (Text::of(FORM), 3, "page_form: layer 3 does not exist"),
+            (Text::of_static(FORM), 3, "page_form: layer 3 does not exist"),
             (
-                Text::of(c"layers=1 tokens=4 order=tokens packing=amx"),
+                Text::of_static(c"layers=1 tokens=4 order=tokens packing=amx"),
                 0,
                 "page_form: strides do not describe pages with packing=amx",
             ),
@@ -166,6 +166,6 @@ mod tests {
             assert_eq!(page(form, layer).unwrap_err(), Status::Argument);
             assert!(last_text().starts_with(text), "{}", last_text());
         }
-        assert_eq!(pillion_page_form(Text::of(FORM), 0, None), Status::Argument);
+        assert_eq!(pillion_page_form(Text::of_static(FORM), 0, None), Status::Argument);
     }
 }

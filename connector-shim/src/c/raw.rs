@@ -11,7 +11,7 @@ use shm_protocol::key::BlockHash;
 
 #[cfg(test)]
 use super::error::Status;
-use super::error::{Failure, given};
+use super::error::{CallFailure, require_pointer};
 
 /// `count` items side by side. NULL where there are none.
 #[repr(C)]
@@ -42,17 +42,17 @@ const _: () = assert!(size_of::<Hash>() == size_of::<BlockHash>() && align_of::<
 
 impl<T> Items<T> {
     /// What C reads until the slice is gone.
-    pub(super) fn of(slice: &[T]) -> Self {
+    pub(super) fn of_slice(slice: &[T]) -> Self {
         Self { items: slice.as_ptr(), count: slice.len() }
     }
 
-    pub(super) fn get(&self, name: &str) -> Result<&[T], Failure> {
+    pub(super) fn get(&self, name: &str) -> Result<&[T], CallFailure> {
         if self.count == 0 {
             return Ok(&[]);
         }
         let bytes = self.count.checked_mul(size_of::<T>()).filter(|bytes| *bytes <= isize::MAX as usize);
         if self.items.is_null() || !self.items.is_aligned() || bytes.is_none() {
-            return Err(Failure::argument(format!(
+            return Err(CallFailure::argument(format!(
                 "{name}: {} items cannot lie at {:p}: pass the address of that many",
                 self.count, self.items
             )));
@@ -73,11 +73,11 @@ impl Items<Hash> {
 
 impl Items<u8> {
     /// Exactly 16 bytes, or none.
-    pub(super) fn get16(&self, name: &str) -> Result<Option<[u8; 16]>, Failure> {
+    pub(super) fn get16(&self, name: &str) -> Result<Option<[u8; 16]>, CallFailure> {
         match self.get(name)? {
             [] => Ok(None),
             bytes => bytes.try_into().map(Some).map_err(|_| {
-                Failure::argument(format!("{name} has {} bytes: pass 16, or none", bytes.len()))
+                CallFailure::argument(format!("{name} has {} bytes: pass 16, or none", bytes.len()))
             }),
         }
     }
@@ -86,25 +86,27 @@ impl Items<u8> {
 // === impl Text ===
 
 impl Text {
-    pub(super) fn get(&self, name: &str) -> Result<&str, Failure> {
-        given(name, self.get_some(name)?)
+    pub(super) fn get(&self, name: &str) -> Result<&str, CallFailure> {
+        require_pointer(name, self.get_some(name)?)
     }
 
     /// A text that may be missing.
-    pub(super) fn get_some(&self, name: &str) -> Result<Option<&str>, Failure> {
+    pub(super) fn get_some(&self, name: &str) -> Result<Option<&str>, CallFailure> {
         if self.0.is_null() {
             return Ok(None);
         }
         // SAFETY: not null, as was just checked. That a zero ends it and that nobody changes it while the call lasts is
         // the contract under which C makes a `Text`; nothing else can.
         let text = unsafe { CStr::from_ptr(self.0) };
-        text.to_str().map(Some).map_err(|error| Failure::argument(format!("{name} is not UTF-8: {error}")))
+        text.to_str()
+            .map(Some)
+            .map_err(|error| CallFailure::argument(format!("{name} is not UTF-8: {error}")))
     }
 }
 
 /// What a call writes for C, where it succeeds.
 #[cfg(test)]
-pub(super) fn result<T>(call: impl FnOnce(Option<&mut MaybeUninit<T>>) -> Status) -> Result<T, Status> {
+pub(super) fn take_result<T>(call: impl FnOnce(Option<&mut MaybeUninit<T>>) -> Status) -> Result<T, Status> {
     let mut result = MaybeUninit::uninit();
     match call(Some(&mut result)) {
         // SAFETY: every exported call writes its result before it answers OK.
@@ -115,7 +117,7 @@ pub(super) fn result<T>(call: impl FnOnce(Option<&mut MaybeUninit<T>>) -> Status
 
 #[cfg(test)]
 impl Text {
-    pub(super) fn of(text: &'static CStr) -> Self {
+    pub(super) fn of_static(text: &'static CStr) -> Self {
         Self(text.as_ptr())
     }
 
@@ -133,7 +135,7 @@ mod tests {
     #[test]
     fn items_that_cannot_be_are_refused() {
         let ids = [1_u32, 2, 3];
-        assert_eq!(Items::of(&ids).get("ids").unwrap(), ids);
+        assert_eq!(Items::of_slice(&ids).get("ids").unwrap(), ids);
         let none = Items::<u32> { items: ptr::null(), count: 0 };
         assert!(none.get("ids").unwrap().is_empty());
         let odd = ptr::without_provenance(5);
@@ -148,19 +150,19 @@ mod tests {
 
     #[test]
     fn sixteen_bytes_or_none() {
-        assert_eq!(Items::of(&[7; 16]).get16("fold").unwrap(), Some([7; 16]));
-        assert_eq!(Items::of(&[]).get16("fold").unwrap(), None);
+        assert_eq!(Items::of_slice(&[7; 16]).get16("fold").unwrap(), Some([7; 16]));
+        assert_eq!(Items::of_slice(&[]).get16("fold").unwrap(), None);
         assert_eq!(
-            Items::of(&[7; 15]).get16("fold").unwrap_err().text,
+            Items::of_slice(&[7; 15]).get16("fold").unwrap_err().text,
             "fold has 15 bytes: pass 16, or none"
         );
     }
 
     #[test]
     fn texts_are_utf8() {
-        assert_eq!(Text::of(c"Pillion").get("name").unwrap(), "Pillion");
+        assert_eq!(Text::of_static(c"Pillion").get("name").unwrap(), "Pillion");
         assert_eq!(Text::null().get("name").unwrap_err().text, "name is NULL: pass a pointer");
         assert_eq!(Text::null().get_some("name").unwrap(), None);
-        assert!(Text::of(c"\xff").get("name").unwrap_err().text.contains("not UTF-8"));
+        assert!(Text::of_static(c"\xff").get("name").unwrap_err().text.contains("not UTF-8"));
     }
 }

@@ -6,22 +6,22 @@ use std::time::Duration;
 
 use shm_protocol::key::BlockHash;
 
-use super::error::{Failure, Status, answer, given};
-use super::handle::{Guarded, Notices, Run, end, put};
+use super::error::{CallFailure, Status, require_pointer, run_call};
+use super::handle::{GuardedHandle, HandleNotices, Run, end_handle, put_result};
 use super::raw::{Hash, Items, Text};
 use crate::core::plan::Plan;
 use crate::error::ShimError;
-use crate::scheduler::{self, Config, LoadWait, Options};
+use crate::scheduler::{self, LoadWait, SchedulerSetup, SessionConfig};
 
 /// The session of an engine's scheduler, one for each engine.
 #[derive(Debug)]
-pub struct Scheduler(Guarded<State>);
+pub struct Scheduler(GuardedHandle<SchedulerCalls>);
 
 #[derive(Debug)]
-pub(super) struct State {
-    pub(super) session: scheduler::Scheduler,
+pub(super) struct SchedulerCalls {
+    pub(super) session: scheduler::SchedulerClient,
     plan: Vec<u8>,
-    notices: Notices,
+    notices: HandleNotices,
 }
 
 /// What a scheduler's session needs to know.
@@ -86,14 +86,14 @@ pub extern "C" fn pillion_scheduler_connect(
     options: Option<&SchedulerOptions>,
     scheduler: Option<&mut MaybeUninit<Box<Scheduler>>>,
 ) -> Status {
-    answer(|| {
-        let (options, out) = (given("options", options)?, given("scheduler", scheduler)?);
-        let session = scheduler::Scheduler::new(Options {
+    run_call(|| {
+        let (options, out) = (require_pointer("options", options)?, require_pointer("scheduler", scheduler)?);
+        let session = scheduler::SchedulerClient::new(SchedulerSetup {
             socket: options.socket.get("socket")?.into(),
             engine: options.engine.get("engine")?.into(),
             world_size: options.world_size,
             run: options.run.bytes,
-            config: Config {
+            config: SessionConfig {
                 budget: Duration::from_micros(options.query_budget_us),
                 by_engine: !options.sidecar_copies,
                 early: options.early_loads,
@@ -107,8 +107,8 @@ pub extern "C" fn pillion_scheduler_connect(
             promise_wait_ms: None,
             groups: options.groups.get16("groups")?,
         })?;
-        let state = State { session, plan: Vec::new(), notices: Notices::default() };
-        out.write(Box::new(Scheduler(Guarded::new(state))));
+        let state = SchedulerCalls { session, plan: Vec::new(), notices: HandleNotices::default() };
+        out.write(Box::new(Scheduler(GuardedHandle::new(state))));
         Ok(())
     })
 }
@@ -116,7 +116,7 @@ pub extern "C" fn pillion_scheduler_connect(
 /// Leaves the sidecar and frees the handle; NULL is allowed. Saves that are not over are dropped, leases end.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_scheduler_free(scheduler: Option<Box<Scheduler>>) {
-    end(scheduler.map(|scheduler| scheduler.0), |state| state.session.disconnect());
+    end_handle(scheduler.map(|scheduler| scheduler.0), |state| state.session.disconnect());
 }
 
 /// Opens a log: the list of one request's block hashes, from its first block on. `log` becomes -1 while there is no
@@ -126,7 +126,7 @@ pub extern "C" fn pillion_scheduler_open(
     scheduler: Option<&Scheduler>,
     log: Option<&mut MaybeUninit<i64>>,
 ) -> Status {
-    call(scheduler, |state| put("log", log, || state.session.open(None)))
+    call_session(scheduler, |state| put_result("log", log, || state.session.open_log(None)))
 }
 
 /// The same, with `fold`, 16 bytes, mixed into each of its hashes: for requests whose KV depends on something that neither the
@@ -137,9 +137,9 @@ pub extern "C" fn pillion_scheduler_open_folded(
     fold: Items<u8>,
     log: Option<&mut MaybeUninit<i64>>,
 ) -> Status {
-    call(scheduler, |state| {
-        let fold = given("fold", fold.get16("fold")?)?;
-        put("log", log, || state.session.open(Some(fold)))
+    call_session(scheduler, |state| {
+        let fold = require_pointer("fold", fold.get16("fold")?)?;
+        put_result("log", log, || state.session.open_log(Some(fold)))
     })
 }
 
@@ -154,14 +154,14 @@ pub extern "C" fn pillion_scheduler_append(
     hashes: Items<Hash>,
     length: Option<&mut MaybeUninit<u32>>,
 ) -> Status {
-    call(scheduler, |state| {
+    call_session(scheduler, |state| {
         let hashes = hashes.get("hashes")?;
         let count = u32::try_from(hashes.len())
-            .map_err(|_| Failure::argument("more than 2^32 hashes: pass fewer"))?;
+            .map_err(|_| CallFailure::argument("more than 2^32 hashes: pass fewer"))?;
         let key = |index: u32, key: &mut BlockHash| {
             key.set_bytes(&hashes[(index - start) as usize].bytes).map_err(ShimError::from)
         };
-        let appended = state.session.append(log, start, count, key)?;
+        let appended = state.session.append_keys(log, start, count, key)?;
         length.map(|length| length.write(appended));
         Ok(())
     })
@@ -176,7 +176,7 @@ pub extern "C" fn pillion_scheduler_hint(
     start: u32,
     count: u32,
 ) -> Status {
-    tell(scheduler, |session| session.hint(log, start, count))
+    tell_session(scheduler, |session| session.hint(log, start, count))
 }
 
 /// Asks how many of the log's blocks `start..start + count` the cache holds from `start` on, and waits for the answer
@@ -191,7 +191,7 @@ pub extern "C" fn pillion_scheduler_query(
     count: u32,
     hits: Option<&mut MaybeUninit<i64>>,
 ) -> Status {
-    call(scheduler, |state| put("hits", hits, || state.session.query(log, start, count)))
+    call_session(scheduler, |state| put_result("hits", hits, || state.session.query(log, start, count)))
 }
 
 /// Promises that in step `step` every worker loads the log's blocks from `start` on into the engine's blocks named by
@@ -208,13 +208,13 @@ pub extern "C" fn pillion_scheduler_load(
     sync: bool,
     plan: Option<&mut MaybeUninit<Items<u8>>>,
 ) -> Status {
-    call(scheduler, |state| {
+    call_session(scheduler, |state| {
         let blocks = blocks.get("blocks")?;
-        put("plan", plan, || {
-            let plans = state.session.load(log, start, blocks, step, sync);
+        put_result("plan", plan, || {
+            let plans = state.session.post_load(log, start, blocks, step, sync);
             // One at most: a session without parts.
             state.plan = plans.first().map_or(Vec::new(), Plan::encode);
-            Items::of(&state.plan)
+            Items::of_slice(&state.plan)
         })
     })
 }
@@ -232,7 +232,7 @@ pub extern "C" fn pillion_scheduler_save(
     step: u64,
     posted: Option<&mut MaybeUninit<bool>>,
 ) -> Status {
-    save(scheduler, log, start, blocks, (step, false), posted)
+    post_save(scheduler, log, start, blocks, (step, false), posted)
 }
 
 /// Has blocks compared that this engine computed itself, and that are kept already: the log's from `start` on, in the engine's
@@ -249,7 +249,7 @@ pub extern "C" fn pillion_scheduler_check(
     step: u64,
     posted: Option<&mut MaybeUninit<bool>>,
 ) -> Status {
-    save(scheduler, log, start, blocks, (step, true), posted)
+    post_save(scheduler, log, start, blocks, (step, true), posted)
 }
 
 /// Says that the engine went on with the output of step `step`, which every worker returned without an error. Until then no save of
@@ -257,14 +257,14 @@ pub extern "C" fn pillion_scheduler_check(
 /// after pillion_scheduler_void_saves, where a load of the step failed.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_scheduler_accept(scheduler: Option<&Scheduler>, step: u64) -> Status {
-    tell(scheduler, |session| session.accept(step))
+    tell_session(scheduler, |session| session.accept_step(step))
 }
 
 /// Gives up every unfinished save of these blocks. To be called before a load into them, and, in the step that may
 /// overwrite them, before its own saves and its pillion_scheduler_end_step: a save given up later may keep wrong bytes.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_scheduler_overwrite(scheduler: Option<&Scheduler>, blocks: Items<u32>) -> Status {
-    call(scheduler, |state| {
+    call_session(scheduler, |state| {
         state.session.overwrite(blocks.get("blocks")?.iter().copied());
         Ok(())
     })
@@ -273,19 +273,19 @@ pub extern "C" fn pillion_scheduler_overwrite(scheduler: Option<&Scheduler>, blo
 /// Gives up every unfinished save: to be called when a load failed and blocks may have been computed upon it.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_scheduler_void_saves(scheduler: Option<&Scheduler>) -> Status {
-    tell(scheduler, |session| session.void_saves())
+    tell_session(scheduler, |session| session.void_saves())
 }
 
 /// Ends the log's lease, if it has one: the engine will not load.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_scheduler_release(scheduler: Option<&Scheduler>, log: i64) -> Status {
-    tell(scheduler, |session| session.release(log))
+    tell_session(scheduler, |session| session.release_lease(log))
 }
 
 /// Closes a log when its request is over. Loads and saves that were promised go on.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_scheduler_close(scheduler: Option<&Scheduler>, log: i64) -> Status {
-    tell(scheduler, |session| session.close(log, 0))
+    tell_session(scheduler, |session| session.close_log(log, 0))
 }
 
 /// Says that the weights may have changed for the `count`th time: unfinished saves are given up, and nothing is served until
@@ -293,7 +293,7 @@ pub extern "C" fn pillion_scheduler_close(scheduler: Option<&Scheduler>, log: i6
 /// computed before, or upon such blocks, must not be saved afterwards. A count that is not above the last one does nothing.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_scheduler_weights(scheduler: Option<&Scheduler>, count: u64) -> Status {
-    tell(scheduler, |session| {
+    tell_session(scheduler, |session| {
         session.void_saves();
         session.weights(count);
     })
@@ -302,11 +302,11 @@ pub extern "C" fn pillion_scheduler_weights(scheduler: Option<&Scheduler>, count
 /// Forgets what this engine kept: unfinished saves are given up, and nothing saved before is served to it any more.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_scheduler_reset(scheduler: Option<&Scheduler>) -> Status {
-    call(scheduler, |state| {
+    call_session(scheduler, |state| {
         state.session.void_saves();
         match state.session.salt() {
             true => Ok(()),
-            false => Err(Failure::argument("the system gives no random bytes; nothing was forgotten")),
+            false => Err(CallFailure::argument("the system gives no random bytes; nothing was forgotten")),
         }
     })
 }
@@ -319,15 +319,15 @@ pub extern "C" fn pillion_scheduler_end_step(
     scheduler: Option<&Scheduler>,
     state: Option<&mut MaybeUninit<SchedulerState>>,
 ) -> Status {
-    call(scheduler, |State { session, notices, .. }| {
+    call_session(scheduler, |SchedulerCalls { session, notices, .. }| {
         session.end_step();
         if let Some(out) = state {
             let stats = session.stats();
             let counted = |name| stats[name];
             out.write(SchedulerState {
-                generation: session.generation(),
+                generation: session.connection_count(),
                 saving: session.saving() as u64,
-                connected: session.connected(),
+                connected: session.is_connected(),
                 notice: notices.next(|| session.take_notices()),
                 namespace_word: session.namespace(),
                 blocks_checked: counted("blocks_checked"),
@@ -340,7 +340,7 @@ pub extern "C" fn pillion_scheduler_end_step(
     })
 }
 
-fn save(
+fn post_save(
     scheduler: Option<&Scheduler>,
     log: i64,
     start: u32,
@@ -348,72 +348,82 @@ fn save(
     (step, checked): (u64, bool),
     posted: Option<&mut MaybeUninit<bool>>,
 ) -> Status {
-    call(scheduler, |state| {
+    call_session(scheduler, |state| {
         let blocks = blocks.get("blocks")?.to_vec();
-        let saved = state.session.save(log, start, blocks, step, checked);
+        let saved = state.session.post_save(log, start, blocks, step, checked);
         posted.map(|posted| posted.write(saved));
         Ok(())
     })
 }
 
 /// A call that says something and has no answer.
-pub(super) fn tell(scheduler: Option<&Scheduler>, tell: impl FnOnce(&mut scheduler::Scheduler)) -> Status {
-    call(scheduler, |state| {
+pub(super) fn tell_session(
+    scheduler: Option<&Scheduler>,
+    tell: impl FnOnce(&mut scheduler::SchedulerClient),
+) -> Status {
+    call_session(scheduler, |state| {
         tell(&mut state.session);
         Ok(())
     })
 }
 
-pub(super) fn call(
+pub(super) fn call_session(
     scheduler: Option<&Scheduler>,
-    call: impl FnOnce(&mut State) -> Result<(), Failure>,
+    call: impl FnOnce(&mut SchedulerCalls) -> Result<(), CallFailure>,
 ) -> Status {
-    answer(|| given("scheduler", scheduler)?.0.enter(call))
+    run_call(|| require_pointer("scheduler", scheduler)?.0.enter_call(call))
 }
 
 #[cfg(test)]
 mod tests {
     use super::super::error::last_text;
-    use super::super::raw::result;
+    use super::super::raw::take_result;
     use super::*;
 
     fn options(world_size: u32) -> SchedulerOptions {
         SchedulerOptions {
-            socket: Text::of(c"/nowhere/pillion.sock"),
-            engine: Text::of(c"engine"),
+            socket: Text::of_static(c"/nowhere/pillion.sock"),
+            engine: Text::of_static(c"engine"),
             world_size,
             run: Run { bytes: [7; 16] },
             query_budget_us: 2000,
             sidecar_copies: false,
             early_loads: false,
             miss_wait_ms: 2000,
-            groups: Items::of(&[]),
+            groups: Items::of_slice(&[]),
         }
     }
 
     #[test]
     fn without_a_sidecar_every_answer_is_a_miss_and_no_call_an_error() {
-        let scheduler = result(|scheduler| pillion_scheduler_connect(Some(&options(1)), scheduler)).unwrap();
+        let scheduler =
+            take_result(|scheduler| pillion_scheduler_connect(Some(&options(1)), scheduler)).unwrap();
         let handle = Some(&*scheduler);
-        let log = result(|log| pillion_scheduler_open(handle, log)).unwrap();
+        let log = take_result(|log| pillion_scheduler_open(handle, log)).unwrap();
         assert_eq!(log, -1);
         let fold = [9; 16];
-        assert_eq!(result(|log| pillion_scheduler_open_folded(handle, Items::of(&fold), log)), Ok(-1));
-        let short = result(|log| pillion_scheduler_open_folded(handle, Items::of(&fold[1..]), log));
+        assert_eq!(
+            take_result(|log| pillion_scheduler_open_folded(handle, Items::of_slice(&fold), log)),
+            Ok(-1)
+        );
+        let short =
+            take_result(|log| pillion_scheduler_open_folded(handle, Items::of_slice(&fold[1..]), log));
         assert_eq!(
             (short, last_text().as_str()),
             (Err(Status::Argument), "fold has 15 bytes: pass 16, or none")
         );
         let hashes = [Hash { bytes: [1; 32] }; 3];
         let length = |length: Option<&mut MaybeUninit<u32>>| {
-            pillion_scheduler_append(handle, log, 0, Items::of(&hashes), length)
+            pillion_scheduler_append(handle, log, 0, Items::of_slice(&hashes), length)
         };
-        assert_eq!(result(length), Ok(0));
+        assert_eq!(take_result(length), Ok(0));
         assert_eq!(pillion_scheduler_hint(handle, log, 0, 3), Status::Ok);
-        assert_eq!(result(|hits| pillion_scheduler_query(handle, log, 0, 3, hits)), Ok(0));
-        let plan = result(|plan| pillion_scheduler_load(handle, log, 0, Items::of(&[1]), 1, true, plan));
+        assert_eq!(take_result(|hits| pillion_scheduler_query(handle, log, 0, 3, hits)), Ok(0));
+        let plan =
+            take_result(|plan| pillion_scheduler_load(handle, log, 0, Items::of_slice(&[1]), 1, true, plan));
         assert!(plan.unwrap().get("plan").unwrap().is_empty());
-        let posted = result(|posted| pillion_scheduler_save(handle, log, 0, Items::of(&[1]), 1, posted));
+        let posted =
+            take_result(|posted| pillion_scheduler_save(handle, log, 0, Items::of_slice(&[1]), 1, posted));
         assert_eq!(posted, Ok(false));
         for call in [pillion_scheduler_release, pillion_scheduler_close] {
             assert_eq!(call(handle, log), Status::Ok);
@@ -423,28 +433,28 @@ mod tests {
         }
         assert_eq!(pillion_scheduler_weights(handle, 1), Status::Ok);
         assert_eq!(pillion_scheduler_accept(handle, 1), Status::Ok);
-        assert_eq!(pillion_scheduler_overwrite(handle, Items::of(&[1])), Status::Ok);
-        let state = result(|state| pillion_scheduler_end_step(handle, state)).unwrap();
+        assert_eq!(pillion_scheduler_overwrite(handle, Items::of_slice(&[1])), Status::Ok);
+        let state = take_result(|state| pillion_scheduler_end_step(handle, state)).unwrap();
         assert!(!state.connected && (state.saving, state.generation, state.namespace_word) == (0, 0, 0));
         assert!(!state.notice.is_null(), "the user is told");
-        let state = result(|state| pillion_scheduler_end_step(handle, state)).unwrap();
+        let state = take_result(|state| pillion_scheduler_end_step(handle, state)).unwrap();
         assert!(state.notice.is_null(), "once");
         pillion_scheduler_free(Some(scheduler));
     }
 
     #[test]
     fn what_is_missing_is_named() {
-        let none = result(|scheduler| pillion_scheduler_connect(None, scheduler));
+        let none = take_result(|scheduler| pillion_scheduler_connect(None, scheduler));
         assert_eq!(
             (none.err(), last_text().as_str()),
             (Some(Status::Argument), "options is NULL: pass a pointer")
         );
         assert_eq!(pillion_scheduler_connect(Some(&options(1)), None), Status::Argument);
-        let ranks = result(|scheduler| pillion_scheduler_connect(Some(&options(65)), scheduler));
+        let ranks = take_result(|scheduler| pillion_scheduler_connect(Some(&options(65)), scheduler));
         assert_eq!(ranks.err(), Some(Status::Argument));
         assert!(last_text().contains("1 to 64"));
         let patient = SchedulerOptions { miss_wait_ms: 2001, ..options(1) };
-        let late = result(|scheduler| pillion_scheduler_connect(Some(&patient), scheduler));
+        let late = take_result(|scheduler| pillion_scheduler_connect(Some(&patient), scheduler));
         assert_eq!(late.err(), Some(Status::Argument));
         assert!(last_text().contains("miss_wait_ms is 2001; it must be at most 2,000"), "{}", last_text());
         assert_eq!(pillion_scheduler_end_step(None, None), Status::Argument);

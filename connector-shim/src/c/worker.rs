@@ -7,26 +7,26 @@ use std::mem::MaybeUninit;
 use shm_protocol::handshake::{self, BlockRegion, Copier, HelloDigest};
 use shm_protocol::namespace::Facts;
 
-use super::error::{Failure, Status, answer, given};
-use super::handle::{Guarded, Notices, Run, end, put};
+use super::error::{CallFailure, Status, require_pointer, run_call};
+use super::handle::{GuardedHandle, HandleNotices, Run, end_handle, put_result};
 use super::raw::{Items, Text};
 use crate::core::plan::Plan;
 use crate::error::ShimError;
-use crate::worker::{self, Begun, Ended, Memory, Options};
+use crate::worker::{self, Begun, EndedLoad, RegionMemory, WorkerSetup};
 
 /// The session of one rank.
 #[derive(Debug)]
-pub struct Worker(Guarded<State>);
+pub struct Worker(GuardedHandle<WorkerCalls>);
 
 #[derive(Debug)]
-struct State {
-    session: worker::Worker,
+struct WorkerCalls {
+    session: worker::RankClient,
     /// Asynchronous loads that ended and were not told yet.
-    ended: VecDeque<Ended>,
+    ended: VecDeque<EndedLoad>,
     /// Of the load told last.
     failed: Vec<u32>,
     namespace: CString,
-    notices: Notices,
+    notices: HandleNotices,
 }
 
 /// One run of bytes in every block: block `b` has `bytes` bytes at `offset + b * stride` of a memory.
@@ -136,16 +136,16 @@ pub extern "C" fn pillion_worker_connect(
     options: Option<&WorkerOptions>,
     worker: Option<&mut MaybeUninit<Box<Worker>>>,
 ) -> Status {
-    answer(|| {
-        let (options, out) = (given("options", options)?, given("worker", worker)?);
-        let state = State {
-            session: worker::Worker::new(options.read()?)?,
+    run_call(|| {
+        let (options, out) = (require_pointer("options", options)?, require_pointer("worker", worker)?);
+        let state = WorkerCalls {
+            session: worker::RankClient::new(options.read_setup()?)?,
             ended: VecDeque::new(),
             failed: Vec::new(),
             namespace: CString::default(),
-            notices: Notices::default(),
+            notices: HandleNotices::default(),
         };
-        out.write(Box::new(Worker(Guarded::new(state))));
+        out.write(Box::new(Worker(GuardedHandle::new(state))));
         Ok(())
     })
 }
@@ -154,7 +154,7 @@ pub extern "C" fn pillion_worker_connect(
 /// poll their ends first where the memory is to be freed.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_worker_free(worker: Option<Box<Worker>>) {
-    end(worker.map(|worker| worker.0), |state| state.session.disconnect());
+    end_handle(worker.map(|worker| worker.0), |state| state.session.disconnect());
 }
 
 /// What is known of the session; its texts are valid until the next call with this handle.
@@ -163,12 +163,12 @@ pub extern "C" fn pillion_worker_state(
     worker: Option<&Worker>,
     state: Option<&mut MaybeUninit<WorkerState>>,
 ) -> Status {
-    call(worker, |State { session, namespace, notices, .. }| {
+    call(worker, |WorkerCalls { session, namespace, notices, .. }| {
         let bound = session.namespace().map_or_else(String::new, |(digest, _)| digest.to_string());
-        *namespace = CString::new(bound).map_err(|_| Failure::internal())?;
-        put("state", state, || WorkerState {
-            generation: session.generation(),
-            connected: session.connected(),
+        *namespace = CString::new(bound).map_err(|_| CallFailure::internal())?;
+        put_result("state", state, || WorkerState {
+            generation: session.connection_count(),
+            connected: session.is_connected(),
             namespace_id: namespace.as_ptr(),
             notice: notices.next(|| session.take_notices()),
         })
@@ -185,8 +185,8 @@ pub extern "C" fn pillion_worker_start(
     stream: u64,
 ) -> Status {
     call(worker, |state| {
-        state.session.join(given("run", run)?.bytes);
-        state.session.start(step, stream);
+        state.session.join(require_pointer("run", run)?.bytes);
+        state.session.start_step(step, stream);
         Ok(())
     })
 }
@@ -223,7 +223,7 @@ pub extern "C" fn pillion_worker_load(
     loaded: Option<&mut MaybeUninit<Loaded>>,
 ) -> Status {
     call(worker, |state| {
-        let out = given("loaded", loaded)?;
+        let out = require_pointer("loaded", loaded)?;
         let plan = Plan::decode(plan.get("plan")?).map_err(ShimError::from)?;
         let op = plan.op;
         let begun = state.session.begin_load(plan, stream, by_cuts)?;
@@ -233,7 +233,7 @@ pub extern "C" fn pillion_worker_load(
             Begun::OnStream(failed) => failed,
             Begun::No(plan) => state.session.load_behind(plan, stream)?,
         };
-        out.write(Loaded { ended, op, failed: Items::of(&state.failed) });
+        out.write(Loaded { ended, op, failed: Items::of_slice(&state.failed) });
         Ok(())
     })
 }
@@ -252,29 +252,29 @@ pub extern "C" fn pillion_worker_poll(
     loaded: Option<&mut MaybeUninit<Loaded>>,
 ) -> Status {
     call(worker, |state| {
-        let out = given("loaded", loaded)?;
+        let out = require_pointer("loaded", loaded)?;
         state.ended.extend(state.session.finished());
         let next = state.ended.pop_front();
         let (ended, op) = (next.is_some(), next.as_ref().map_or(0, |next| next.op));
         state.failed = next.map_or(Vec::new(), |next| next.failed);
-        out.write(Loaded { ended, op, failed: Items::of(&state.failed) });
+        out.write(Loaded { ended, op, failed: Items::of_slice(&state.failed) });
         Ok(())
     })
 }
 
-fn call(worker: Option<&Worker>, call: impl FnOnce(&mut State) -> Result<(), Failure>) -> Status {
-    answer(|| given("worker", worker)?.0.enter(call))
+fn call(worker: Option<&Worker>, call: impl FnOnce(&mut WorkerCalls) -> Result<(), CallFailure>) -> Status {
+    run_call(|| require_pointer("worker", worker)?.0.enter_call(call))
 }
 
 /// Facts by name, each stated once.
-pub(super) fn read_facts(stated: &Items<Fact>) -> Result<Facts, Failure> {
+pub(super) fn read_facts(stated: &Items<Fact>) -> Result<Facts, CallFailure> {
     let stated = stated.get("facts")?;
-    let fact = |fact: &Fact| -> Result<_, Failure> {
+    let fact = |fact: &Fact| -> Result<_, CallFailure> {
         Ok((fact.name.get("a fact's name")?.to_owned(), fact.value.get("a fact's value")?.to_owned()))
     };
     let facts = stated.iter().map(fact).collect::<Result<Facts, _>>()?;
     if facts.len() != stated.len() {
-        return Err(Failure::argument("two facts have the same name: state each once"));
+        return Err(CallFailure::argument("two facts have the same name: state each once"));
     }
     Ok(facts)
 }
@@ -282,7 +282,7 @@ pub(super) fn read_facts(stated: &Items<Fact>) -> Result<Facts, Failure> {
 // === impl WorkerOptions ===
 
 impl WorkerOptions {
-    fn read(&self) -> Result<Options, Failure> {
+    fn read_setup(&self) -> Result<WorkerSetup, CallFailure> {
         let region = |region: &Region| BlockRegion {
             fd: region.memory,
             offset: region.offset,
@@ -304,12 +304,12 @@ impl WorkerOptions {
             live_weights,
             ..handshake::WorkerHello::default()
         };
-        Ok(Options {
+        Ok(WorkerSetup {
             socket: self.socket.get("socket")?.into(),
             engine: self.engine.get("engine")?.into(),
             world_size: self.world_size,
             worker,
-            memory: Memory::new(
+            memory: RegionMemory::new(
                 self.descriptors.get("descriptors")?,
                 self.pointers.get("pointers")?.to_vec(),
                 self.cuts.get("cuts")?.to_vec(),
@@ -324,31 +324,31 @@ impl WorkerOptions {
 #[cfg(test)]
 mod tests {
     use super::super::error::last_text;
-    use super::super::raw::result;
+    use super::super::raw::take_result;
     use super::*;
 
     /// A rank of two blocks in these memories.
     fn connect(descriptors: &[i32], pointers: &[u64], facts: &[Fact]) -> Result<Box<Worker>, Status> {
         let options = WorkerOptions {
-            socket: Text::of(c"/nowhere/pillion.sock"),
-            engine: Text::of(c"engine"),
+            socket: Text::of_static(c"/nowhere/pillion.sock"),
+            engine: Text::of_static(c"engine"),
             world_size: 1,
             rank: 0,
             shard: 0,
             shards: 1,
             blocks: 2,
             sidecar_copies: false,
-            regions: Items::of(&[Region { memory: 0, offset: 0, stride: 512, bytes: 512 }]),
-            facts: Items::of(facts),
+            regions: Items::of_slice(&[Region { memory: 0, offset: 0, stride: 512, bytes: 512 }]),
+            facts: Items::of_slice(facts),
             expects: Text::null(),
-            live_weights: Items::of(&[]),
-            descriptors: Items::of(descriptors),
-            pointers: Items::of(pointers),
-            cuts: Items::of(&[]),
+            live_weights: Items::of_slice(&[]),
+            descriptors: Items::of_slice(descriptors),
+            pointers: Items::of_slice(pointers),
+            cuts: Items::of_slice(&[]),
             stream: 0,
-            groups: Items::of(&[]),
+            groups: Items::of_slice(&[]),
         };
-        result(|worker| pillion_worker_connect(Some(&options), worker))
+        take_result(|worker| pillion_worker_connect(Some(&options), worker))
     }
 
     fn memory() -> std::os::fd::OwnedFd {
@@ -362,14 +362,15 @@ mod tests {
         let memory = memory();
         let worker = connect(&[std::os::fd::AsRawFd::as_raw_fd(&memory)], &[], &[]).unwrap();
         let handle = Some(&*worker);
-        let state = result(|state| pillion_worker_state(handle, state)).unwrap();
+        let state = take_result(|state| pillion_worker_state(handle, state)).unwrap();
         assert!(!state.connected && state.generation == 0 && !state.notice.is_null());
         assert_eq!(pillion_worker_start(handle, Some(&Run { bytes: [7; 16] }), 1, 0), Status::Ok);
-        assert_eq!(pillion_worker_weights(handle, 1, Items::of(&[])), Status::Ok);
-        assert_eq!(pillion_worker_weights(handle, 2, Items::of(&[1])), Status::Argument);
+        assert_eq!(pillion_worker_weights(handle, 1, Items::of_slice(&[])), Status::Ok);
+        assert_eq!(pillion_worker_weights(handle, 2, Items::of_slice(&[1])), Status::Argument);
         assert_eq!(pillion_worker_done(handle, 1, true, 0), Status::Ok);
-        assert!(!result(|loaded| pillion_worker_poll(handle, loaded)).unwrap().ended);
-        let no_plan = result(|loaded| pillion_worker_load(handle, Items::of(&[1, 2]), 0, false, loaded));
+        assert!(!take_result(|loaded| pillion_worker_poll(handle, loaded)).unwrap().ended);
+        let no_plan =
+            take_result(|loaded| pillion_worker_load(handle, Items::of_slice(&[1, 2]), 0, false, loaded));
         assert_eq!(no_plan.err(), Some(Status::Plan));
         assert!(last_text().contains("not a load plan"));
         assert_eq!(pillion_worker_start(handle, None, 2, 0), Status::Argument);
@@ -378,7 +379,7 @@ mod tests {
 
     #[test]
     fn impossible_memory_is_an_error() {
-        let twice = || Fact { name: Text::of(c"model"), value: Text::of(c"m") };
+        let twice = || Fact { name: Text::of_static(c"model"), value: Text::of_static(c"m") };
         for (descriptors, pointers, facts, text) in [
             (&[][..], &[][..], vec![], "has no memory"),
             (&[0], &[1], vec![], "descriptors and pointers"),

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 use shm_protocol::layout::{BLOCK_IDS, CHUNKS};
 
-use super::submission::passed;
+use super::submission::has_passed;
 
 /// The key arena's free chunks.
 #[derive(Debug)]
@@ -37,7 +37,7 @@ impl Chunks {
     }
 
     /// Takes a free chunk.
-    pub(crate) fn take(&mut self) -> Option<u32> {
+    pub(crate) fn take_chunk(&mut self) -> Option<u32> {
         self.free.pop()
     }
 
@@ -51,7 +51,7 @@ impl Chunks {
     /// Takes back what the sidecar has let go.
     pub(crate) fn reclaim(&mut self, acknowledged: u32) {
         while let Some((_, chunks)) =
-            self.retired.pop_front_if(|(sequence, _)| passed(acknowledged, *sequence))
+            self.retired.pop_front_if(|(sequence, _)| has_passed(acknowledged, *sequence))
         {
             self.free.extend(chunks.into_iter().rev());
         }
@@ -79,7 +79,9 @@ impl BlockIds {
 
     /// Takes back what the sidecar has copied out.
     pub(crate) fn reclaim(&mut self, acknowledged: u32) {
-        while let Some((_, end)) = self.posted.pop_front_if(|(sequence, _)| passed(acknowledged, *sequence)) {
+        while let Some((_, end)) =
+            self.posted.pop_front_if(|(sequence, _)| has_passed(acknowledged, *sequence))
+        {
             self.freed = end;
         }
     }
@@ -92,7 +94,7 @@ mod tests {
     #[test]
     fn chunks_return_only_behind_their_close() {
         let mut chunks = Chunks::new();
-        let taken: Vec<u32> = (0..3).map(|_| chunks.take().unwrap()).collect();
+        let taken: Vec<u32> = (0..3).map(|_| chunks.take_chunk().unwrap()).collect();
         assert_eq!(taken, [0, 1, 2]);
         let close = u32::MAX;
         chunks.retire(close, taken);

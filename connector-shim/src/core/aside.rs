@@ -62,7 +62,7 @@ impl Aside {
     }
 
     /// The engine names blocks of an allocation. Another connector may load those for no token of the cache.
-    pub fn named(&mut self, id: RequestId, blocks: &[Vec<u32>]) {
+    pub fn name_blocks(&mut self, id: RequestId, blocks: &[Vec<u32>]) {
         // Null blocks stand for those before a window.
         let real = |blocks: &Vec<u32>| blocks.iter().copied().filter(|block| *block > 0).collect();
         if self.takes.take_if(|takes| *takes == id).is_some() {
@@ -113,7 +113,7 @@ impl Aside {
     }
 
     /// The blocks to name of a load that the engine counts on.
-    pub fn wanted(&self, id: RequestId) -> Option<Vec<Range<usize>>> {
+    pub fn wanted_blocks(&self, id: RequestId) -> Option<Vec<Range<usize>>> {
         let (had, _) = self.asked.get(&id).filter(|_| self.takes == Some(id))?;
         Some(self.sizes.iter().map(|size| (had / size) as usize..usize::MAX).collect())
     }
@@ -158,12 +158,12 @@ mod tests {
         let mut aside = Aside::new(vec![16, 32]);
         aside.asked(ONE, 64, false);
         aside.allocated(ONE, 32);
-        assert_eq!(aside.wanted(ONE), Some(vec![4..usize::MAX, 2..usize::MAX]));
-        aside.named(ONE, &[vec![5, 6], vec![0, 7]]);
+        assert_eq!(aside.wanted_blocks(ONE), Some(vec![4..usize::MAX, 2..usize::MAX]));
+        aside.name_blocks(ONE, &[vec![5, 6], vec![0, 7]]);
         aside.asked(OTHER, 0, true);
         aside.allocated(OTHER, 0);
-        assert_eq!(aside.wanted(OTHER), None);
-        aside.named(OTHER, &[vec![8], vec![9]]);
+        assert_eq!(aside.wanted_blocks(OTHER), None);
+        aside.name_blocks(OTHER, &[vec![8], vec![9]]);
         let step = aside.plan_step();
         assert_eq!(lost(&step), [[(ONE, vec![5, 6], true)], [(ONE, vec![7], true)]]);
         assert_eq!(step.step, 1);
@@ -177,7 +177,7 @@ mod tests {
         let mut aside = Aside::new(vec![16]);
         aside.asked(ONE, 0, false);
         aside.allocated(ONE, 16);
-        aside.named(ONE, &[vec![5]]);
+        aside.name_blocks(ONE, &[vec![5]]);
         let mut step =
             PlannedStep { step: 7, parts: vec![StepPart::default()], weights: 3, ..PlannedStep::default() };
         step.parts[0].lost.push(LostLoad { request: ONE, blocks: vec![5], sync: true });

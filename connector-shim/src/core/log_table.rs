@@ -14,7 +14,7 @@ const _: () = assert!(LOGS == 1 << NUMBER_BITS);
 
 /// One request's keys.
 #[derive(Debug, Default)]
-pub(crate) struct Log {
+pub(crate) struct RequestLog {
     /// Chunks, in key order.
     pub(crate) chunks: Vec<u32>,
     /// Keys appended.
@@ -30,14 +30,14 @@ pub(crate) struct Log {
     /// The log ends with the key of a prompt's tail: further appends are refused.
     pub(crate) tail: bool,
     /// What the last answer promised.
-    pub(crate) lease: Option<Lease>,
+    pub(crate) lease: Option<LogLease>,
     /// A query that was posted ahead, or that the sidecar will answer later.
     pub(crate) pending: Option<u64>,
 }
 
 /// The right to load keys `first..from+hits`.
 #[derive(Copy, Clone, Debug)]
-pub(crate) struct Lease {
+pub(crate) struct LogLease {
     /// The query that was granted it.
     pub(crate) op: u64,
     /// First key asked for.
@@ -55,24 +55,24 @@ pub(crate) struct Lease {
 }
 
 #[derive(Debug)]
-struct Entry {
+struct NumberedLog {
     incarnation: u64,
-    log: Log,
+    log: RequestLog,
 }
 
 /// Every open log.
 #[derive(Debug)]
 pub(crate) struct LogTable {
-    entries: Vec<Option<Entry>>,
+    entries: Vec<Option<NumberedLog>>,
     free: Vec<u32>,
     incarnation: u64,
 }
 
-// === impl Log ===
+// === impl RequestLog ===
 
-impl Log {
+impl RequestLog {
     /// Chunk and index in it of key `key`.
-    pub(crate) fn place(&self, key: u32) -> (u32, usize) {
+    pub(crate) fn key_place(&self, key: u32) -> (u32, usize) {
         let key = key as usize;
         (self.chunks[key / CHUNK_KEYS], key % CHUNK_KEYS)
     }
@@ -83,9 +83,9 @@ impl Log {
     }
 }
 
-// === impl Lease ===
+// === impl LogLease ===
 
-impl Lease {
+impl LogLease {
     /// Whether so much of its life is over that it must not be relied on.
     pub(crate) fn is_old(&self, ttl: Duration, now: Instant) -> bool {
         now - self.since > ttl / 2
@@ -107,19 +107,19 @@ impl LogTable {
     }
 
     /// Opens the log of [`LogTable::next_number`], with `fold` in every key, and returns its handle.
-    pub(crate) fn open(&mut self, fold: Option<[u8; 16]>) -> Option<i64> {
+    pub(crate) fn open_log(&mut self, fold: Option<[u8; 16]>) -> Option<i64> {
         let number = self.next_number()?;
         if self.free.pop().is_none() {
             self.entries.push(None);
         }
         self.incarnation += 1;
-        let log = Log { fold, ..Log::default() };
-        self.entries[number as usize] = Some(Entry { incarnation: self.incarnation, log });
+        let log = RequestLog { fold, ..RequestLog::default() };
+        self.entries[number as usize] = Some(NumberedLog { incarnation: self.incarnation, log });
         i64::try_from(self.incarnation << NUMBER_BITS | u64::from(number)).ok()
     }
 
     /// The log of a handle, unless it was closed or belongs to an earlier connection.
-    pub(crate) fn get(&mut self, handle: i64) -> Option<(u32, &mut Log)> {
+    pub(crate) fn get(&mut self, handle: i64) -> Option<(u32, &mut RequestLog)> {
         let handle = u64::try_from(handle).ok()?;
         let number = (handle & (LOGS as u64 - 1)) as usize;
         let entry = self.entries.get_mut(number)?.as_mut()?;
@@ -127,7 +127,7 @@ impl LogTable {
     }
 
     /// Ends a log; its number may be used by the very next one, since messages are read in order.
-    pub(crate) fn close(&mut self, handle: i64) -> Option<(u32, Log)> {
+    pub(crate) fn close_log(&mut self, handle: i64) -> Option<(u32, RequestLog)> {
         let (number, _) = self.get(handle)?;
         let entry = self.entries[number as usize].take()?;
         self.free.push(number);
@@ -140,7 +140,7 @@ impl LogTable {
     }
 
     /// Every open log.
-    pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = &mut Log> {
+    pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = &mut RequestLog> {
         self.entries.iter_mut().flatten().map(|entry| &mut entry.log)
     }
 
@@ -157,21 +157,21 @@ mod tests {
     #[test]
     fn a_handle_dies_with_its_log_and_with_its_connection() {
         let mut table = LogTable::new(0);
-        let first = table.open(None).unwrap();
+        let first = table.open_log(None).unwrap();
         assert!(table.get(first).is_some());
-        table.close(first).unwrap();
-        let second = table.open(None).unwrap();
+        table.close_log(first).unwrap();
+        let second = table.open_log(None).unwrap();
         assert_eq!(table.get(second).unwrap().0, 0, "the number is used again");
         assert!(table.get(first).is_none(), "the handle is not");
         let mut next = LogTable::new(table.incarnation());
-        next.open(None).unwrap();
+        next.open_log(None).unwrap();
         assert!(next.get(second).is_none() && next.get(-1).is_none());
     }
 
     #[test]
     fn there_are_as_many_logs_as_the_layout_says() {
         let mut table = LogTable::new(0);
-        assert!((0..LOGS).all(|_| table.open(None).is_some()));
-        assert!(table.open(None).is_none());
+        assert!((0..LOGS).all(|_| table.open_log(None).is_some()));
+        assert!(table.open_log(None).is_none());
     }
 }

@@ -9,7 +9,7 @@ const NOTICES_MAX: usize = 64;
 
 /// Why something is said.
 #[derive(Copy, Clone, Debug, Eq, Hash, PartialEq)]
-pub(crate) enum Cause {
+pub(crate) enum NoticeCause {
     /// Nobody listens on the socket.
     Absent,
     /// The sidecar refuses.
@@ -49,12 +49,12 @@ pub(crate) enum Cause {
 /// What has been said and what is still to be handed over.
 #[derive(Debug, Default)]
 pub struct Notices {
-    state: Mutex<State>,
+    state: Mutex<NoticesState>,
 }
 
 #[derive(Debug, Default)]
-struct State {
-    said: HashSet<Cause>,
+struct NoticesState {
+    said: HashSet<NoticeCause>,
     waiting: VecDeque<String>,
 }
 
@@ -62,7 +62,7 @@ struct State {
 
 impl Notices {
     /// Says `text` unless something was said for this cause already.
-    pub(crate) fn say(&self, cause: Cause, text: impl Into<String>) {
+    pub(crate) fn say(&self, cause: NoticeCause, text: impl Into<String>) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if state.said.insert(cause) && state.waiting.len() < NOTICES_MAX {
             state.waiting.push_back(text.into());
@@ -70,13 +70,13 @@ impl Notices {
     }
 
     /// Lets these causes be said again.
-    pub(crate) fn forget(&self, causes: &[Cause]) {
+    pub(crate) fn forget_causes(&self, causes: &[NoticeCause]) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         state.said.retain(|cause| !causes.contains(cause));
     }
 
     /// Everything not yet handed over.
-    pub fn take(&self) -> Vec<String> {
+    pub fn take_texts(&self) -> Vec<String> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner).waiting.drain(..).collect()
     }
 }

@@ -147,7 +147,7 @@ fn differing_letters(one: &str, other: &str) -> usize {
 impl EngineOption {
     /// Refuses a value the option may not have. `shown`: the value as the user's language writes it.
     pub fn check_value(&self, value: &GivenValue, shown: impl FnOnce() -> String) -> Result<(), OptionError> {
-        if self.values.admit(value) {
+        if self.values.admits_value(value) {
             return Ok(());
         }
         Err(OptionError::Value { name: self.name, shown: shown(), rule: self.values.rule() })
@@ -180,7 +180,7 @@ impl Values {
         }
     }
 
-    fn admit(&self, value: &GivenValue) -> bool {
+    fn admits_value(&self, value: &GivenValue) -> bool {
         match (self, value) {
             (Self::Count { most, .. } | Self::Number { most }, GivenValue::Count(count)) => count <= most,
             (Self::Number { most }, GivenValue::Number(number)) => (0.0..=f64::from(*most)).contains(number),

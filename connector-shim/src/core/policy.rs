@@ -32,7 +32,7 @@ use shm_protocol::source::Source;
 
 use self::checks::Check;
 pub use self::checks::CheckRate;
-use self::events::Events;
+use self::events::BlockEvents;
 pub use self::events::{EventChange, KNOWN, KvEvent};
 use self::held::HeldBlocks;
 use self::host::SessionHost;
@@ -58,7 +58,7 @@ pub use self::types::{
 pub(crate) struct PolicyGroup<H> {
     session: H,
     points: Points,
-    events: Option<Events>,
+    events: Option<BlockEvents>,
     /// The namespace of the KV held by the engine; 0: not known yet.
     namespace: u64,
 }
@@ -119,9 +119,9 @@ impl<H: SessionHost> EnginePolicy<H> {
         time: Instant,
     ) -> Self {
         let groups = sessions.into_iter().enumerate().map(|(group, mut session)| {
-            let events = options.events.map(Events::new);
+            let events = options.events.map(BlockEvents::new);
             if events.is_some() {
-                session.announce();
+                session.ask_announcements();
             }
             let points = Points::new(&set, group);
             PolicyGroup { session, points, events, namespace: 0 }
@@ -177,7 +177,7 @@ impl<H: SessionHost> EnginePolicy<H> {
     /// The sidecar's service for the engine: the worst state of its groups.
     pub fn state(&self) -> ServedState {
         let state = |group: &PolicyGroup<H>| match group.session.namespace() {
-            _ if !group.session.connected() => ServedState::Away,
+            _ if !group.session.is_connected() => ServedState::Away,
             _ if self.proof.stalled => ServedState::Unaccepted,
             0 => ServedState::Unbound,
             _ => ServedState::Serving,
@@ -295,7 +295,7 @@ impl<H: SessionHost> EnginePolicy<H> {
     pub fn end_request(&mut self, id: RequestId, way: u32) -> EndedRequest {
         self.pacing.forget_request(id);
         self.check.forsake(id);
-        let lead = self.set.lead();
+        let lead = self.set.reported_group();
         let serves = self.options.saves && self.state() == ServedState::Serving;
         let Some(request) = self.requests.get_mut(id) else { return EndedRequest::default() };
         for (part, group) in request.parts.iter_mut().zip(&mut self.groups) {
@@ -403,7 +403,7 @@ impl<H: SessionHost> EnginePolicy<H> {
         let step = self.next.step;
         let Some(request) = self.requests.get_mut(id) else { return false };
         // The engine moves blocks of states. A block of full attention says whether the request goes on in its own.
-        let lead = self.set.lead();
+        let lead = self.set.reported_group();
         let at = (begun.computed / self.set.forms[lead].block_tokens) as usize;
         let same = request.now.preemptions == request.began_after
             && begun
@@ -477,7 +477,7 @@ impl<H: SessionHost> EnginePolicy<H> {
         });
         self.prefill.schedule_step(step.step, self.time, computed, has_loads);
         let saves =
-            if self.options.saves { self.save(due, step.step) } else { vec![false; step.parts.len()] };
+            if self.options.saves { self.save_due(due, step.step) } else { vec![false; step.parts.len()] };
         step.asks = self.proof.waits() || !self.open_loads.is_empty();
         self.pacing.end_step(computes == 0);
         for ((group, part), saves) in self.groups.iter_mut().zip(&mut step.parts).zip(saves) {
@@ -548,7 +548,7 @@ impl<H: SessionHost> EnginePolicy<H> {
         for group in &mut self.groups {
             if let Some(events) = &mut group.events {
                 events.cleared();
-                group.session.announce();
+                group.session.ask_announcements();
             }
         }
     }

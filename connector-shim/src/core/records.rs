@@ -77,7 +77,7 @@ pub struct RequestRecord {
 
 /// The records of waiting requests, and kept ones of computed requests.
 #[derive(Debug)]
-pub struct Records {
+pub struct RequestRecords {
     options: RecordOptions,
     open: BTreeMap<RequestId, RequestRecord>,
     /// Requests beginning in the step being scheduled.
@@ -103,9 +103,9 @@ impl RequestRecord {
     }
 }
 
-// === impl Records ===
+// === impl RequestRecords ===
 
-impl Records {
+impl RequestRecords {
     /// Without any record.
     pub fn new(options: RecordOptions) -> Self {
         let (open, begun, loading) = (BTreeMap::new(), Vec::new(), VecDeque::new());
@@ -167,7 +167,7 @@ impl Records {
     }
 
     /// Loads have failed, those of requests refused the cache from now on.
-    pub fn failed(&mut self, is_refused: impl Fn(RequestId) -> bool) {
+    pub fn note_failed(&mut self, is_refused: impl Fn(RequestId) -> bool) {
         for (request, record) in &mut self.open {
             if is_refused(*request) {
                 record.load = RecordedLoad::Failed;
@@ -229,13 +229,13 @@ mod tests {
     const ONE: RequestId = 1;
     const PART: Duration = Duration::from_millis(5);
 
-    fn records(every: u32, slow: Duration) -> (Records, Instant) {
+    fn records(every: u32, slow: Duration) -> (RequestRecords, Instant) {
         #[expect(clippy::disallowed_methods, reason = "where a test's own time begins")]
         let now = Instant::now();
-        (Records::new(RecordOptions { every, slow, steps_in_flight: 2 }), now)
+        (RequestRecords::new(RecordOptions { every, slow, steps_in_flight: 2 }), now)
     }
 
-    fn told(record: &RequestRecord) -> Vec<(&'static str, u128)> {
+    fn part_times(record: &RequestRecord) -> Vec<(&'static str, u128)> {
         let times = WaitPart::ALL.into_iter().zip(record.times);
         times
             .filter(|(_, time)| !time.is_zero())
@@ -262,7 +262,10 @@ mod tests {
         records.scheduled(1, later());
         let kept = records.take_kept();
         let [record] = &kept[..] else { panic!("{kept:?}") };
-        assert_eq!(told(record), [("query", 5), ("producer", 10), ("waiting", 5), ("copy", 5), ("ready", 5)]);
+        assert_eq!(
+            part_times(record),
+            [("query", 5), ("producer", 10), ("waiting", 5), ("copy", 5), ("ready", 5)]
+        );
         assert_eq!((record.tokens, record.computed, record.hit, record.found), (40, 16, 24, [24, 0, 0]));
         assert_eq!((record.load, record.aborted, record.whole()), (RecordedLoad::Async, false, 6 * PART));
         assert!(records.take_kept().is_empty());
@@ -281,7 +284,7 @@ mod tests {
         assert!(records.take_kept().is_empty());
         records.scheduled(7, now + PART);
         let kept = records.take_kept();
-        assert_eq!((kept[0].load, told(&kept[0])), (RecordedLoad::Sync, vec![("copy", 5)]));
+        assert_eq!((kept[0].load, part_times(&kept[0])), (RecordedLoad::Sync, vec![("copy", 5)]));
     }
 
     /// A request preempted meanwhile asks again, for another record.
@@ -307,7 +310,7 @@ mod tests {
             records.asked(request, None, true, now);
             records.loads(request, 32, now);
         }
-        records.failed(|request| request == 2);
+        records.note_failed(|request| request == 2);
         records.begins([ONE, 2].into_iter());
         records.scheduled(1, now);
         let loads: Vec<_> = records.take_kept().iter().map(|kept| kept.load).collect();

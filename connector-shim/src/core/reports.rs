@@ -43,7 +43,7 @@ impl Reported {
 pub struct RankReports {
     step: u64,
     /// The reports of each step. A raising step may tell nothing.
-    told: BTreeMap<u64, BTreeSet<Reported>>,
+    reported: BTreeMap<u64, BTreeSet<Reported>>,
     /// Reports to tell again.
     again: BTreeSet<Reported>,
 }
@@ -55,7 +55,7 @@ impl RankReports {
     pub fn begin_step(&mut self, step: u64, passed: &[u64]) {
         self.step = step;
         for each in passed {
-            self.again.extend(self.told.remove(each).unwrap_or_default());
+            self.again.extend(self.reported.remove(each).unwrap_or_default());
         }
     }
 
@@ -65,15 +65,15 @@ impl RankReports {
         fresh: Vec<Reported>,
         is_kind: impl Fn(&Reported) -> bool,
     ) -> Vec<Reported> {
-        let mut told: BTreeSet<Reported> = self.again.extract_if(.., |report| is_kind(report)).collect();
-        told.extend(fresh);
-        if !told.is_empty() {
-            self.told.entry(self.step).or_default().extend(told.iter().cloned());
-            if self.told.len() > REPORTS_MAX {
-                self.told.pop_first();
+        let mut reported: BTreeSet<Reported> = self.again.extract_if(.., |report| is_kind(report)).collect();
+        reported.extend(fresh);
+        if !reported.is_empty() {
+            self.reported.entry(self.step).or_default().extend(reported.iter().cloned());
+            if self.reported.len() > REPORTS_MAX {
+                self.reported.pop_first();
             }
         }
-        told.into_iter().collect()
+        reported.into_iter().collect()
     }
 }
 
@@ -114,6 +114,6 @@ mod tests {
             reports.begin_step(step, &[]);
             tell_ended(&mut reports, &["a"]);
         }
-        assert_eq!((reports.told.len(), reports.told.contains_key(&0)), (REPORTS_MAX, false));
+        assert_eq!((reports.reported.len(), reports.reported.contains_key(&0)), (REPORTS_MAX, false));
     }
 }

@@ -7,7 +7,7 @@ use shm_protocol::request::Cancel;
 
 /// Where a block stands in a save.
 #[derive(Copy, Clone, Debug, Eq, Ord, PartialEq, PartialOrd)]
-pub(crate) struct Source {
+pub(crate) struct SaveOrigin {
     /// The save.
     pub(crate) op: u64,
     /// Index in the save.
@@ -17,9 +17,9 @@ pub(crate) struct Source {
 /// The saves without a completion.
 #[derive(Debug, Default)]
 pub(crate) struct Saves {
-    sources: HashMap<u32, Source>,
+    sources: HashMap<u32, SaveOrigin>,
     /// Further saves of a block that is in `sources` already: two requests that filled the same block. Rare, so a list.
-    further: Vec<(u32, Source)>,
+    further: Vec<(u32, SaveOrigin)>,
     open: HashMap<u64, Vec<u32>>,
 }
 
@@ -32,7 +32,7 @@ impl Saves {
     }
 
     /// Blocks that the sidecar may still read.
-    pub(crate) fn blocks(&self) -> usize {
+    pub(crate) fn block_count(&self) -> usize {
         self.sources.len() + self.further.len()
     }
 
@@ -42,9 +42,9 @@ impl Saves {
     }
 
     /// Notes a posted save.
-    pub(crate) fn begin(&mut self, op: u64, blocks: Vec<u32>) {
+    pub(crate) fn begin_save(&mut self, op: u64, blocks: Vec<u32>) {
         for (index, block) in blocks.iter().enumerate() {
-            let source = Source { op, index: index as u32 };
+            let source = SaveOrigin { op, index: index as u32 };
             if let Some(earlier) = self.sources.insert(*block, source) {
                 self.further.push((*block, earlier));
             }
@@ -53,7 +53,7 @@ impl Saves {
     }
 
     /// Notes a completion; false where no such save was open.
-    pub(crate) fn end(&mut self, op: u64) -> bool {
+    pub(crate) fn end_save(&mut self, op: u64) -> bool {
         let Some(blocks) = self.open.remove(&op) else { return false };
         self.further.retain(|(_, source)| source.op != op);
         for block in blocks {
@@ -83,7 +83,7 @@ impl Saves {
         }
         sources.sort_unstable();
         let mut cancels: Vec<Cancel> = Vec::new();
-        for Source { op, index } in sources {
+        for SaveOrigin { op, index } in sources {
             match cancels.last_mut() {
                 Some(last) if last.op == op && last.from + last.count == index => last.count += 1,
                 _ => cancels.push(Cancel { op, from: index, count: 1 }),
@@ -94,7 +94,7 @@ impl Saves {
 
     /// Forgets every source; completions are still awaited. Returns how many blocks there were.
     pub(crate) fn void(&mut self) -> usize {
-        let blocks = self.blocks();
+        let blocks = self.block_count();
         self.sources.clear();
         self.further.clear();
         self.open.values_mut().for_each(Vec::clear);
@@ -109,22 +109,22 @@ mod tests {
     #[test]
     fn cancels_are_coalesced_within_a_save() {
         let mut saves = Saves::default();
-        saves.begin(5, vec![10, 11, 12, 13]);
-        saves.begin(6, vec![20, 14]);
+        saves.begin_save(5, vec![10, 11, 12, 13]);
+        saves.begin_save(6, vec![20, 14]);
         let cancels = saves.cancel([14, 12, 11, 99, 10, 20].into_iter());
         let expected = [Cancel { op: 5, from: 0, count: 3 }, Cancel { op: 6, from: 0, count: 2 }];
         assert_eq!(cancels, expected);
-        assert_eq!(saves.blocks(), 1);
+        assert_eq!(saves.block_count(), 1);
         assert!(saves.cancel([10, 11].into_iter()).is_empty(), "each is given up once");
-        assert!(saves.end(5) && !saves.end(5));
-        assert_eq!(saves.blocks(), 0);
+        assert!(saves.end_save(5) && !saves.end_save(5));
+        assert_eq!(saves.block_count(), 0);
     }
 
     #[test]
     fn a_block_in_two_saves_is_given_up_in_both() {
         let mut saves = Saves::default();
-        saves.begin(5, vec![7, 8]);
-        saves.begin(6, vec![8]);
+        saves.begin_save(5, vec![7, 8]);
+        saves.begin_save(6, vec![8]);
         let mut both = saves.cancel([8].into_iter());
         both.sort_by_key(|cancel| cancel.op);
         assert_eq!(both, [Cancel { op: 5, from: 1, count: 1 }, Cancel { op: 6, from: 0, count: 1 }]);
@@ -133,19 +133,19 @@ mod tests {
     #[test]
     fn the_end_of_the_later_save_leaves_the_earlier() {
         let mut saves = Saves::default();
-        saves.begin(5, vec![8]);
-        saves.begin(6, vec![8]);
-        assert_eq!(saves.blocks(), 2);
-        saves.end(6);
+        saves.begin_save(5, vec![8]);
+        saves.begin_save(6, vec![8]);
+        assert_eq!(saves.block_count(), 2);
+        saves.end_save(6);
         assert_eq!(saves.cancel([8].into_iter()), [Cancel { op: 5, from: 0, count: 1 }]);
     }
 
     #[test]
     fn void_saves_still_await_their_completions() {
         let mut saves = Saves::default();
-        saves.begin(5, vec![1, 2]);
+        saves.begin_save(5, vec![1, 2]);
         assert_eq!(saves.void(), 2);
-        assert_eq!(saves.blocks(), 0);
-        assert!(saves.end(5), "its completion is no surprise");
+        assert_eq!(saves.block_count(), 0);
+        assert!(saves.end_save(5), "its completion is no surprise");
     }
 }

@@ -19,11 +19,11 @@ use shm_protocol::prefill::PrefillRate;
 use shm_protocol::request::{self, LogKeys, SchedulerRequest};
 
 use self::announced::Announced;
-pub use self::announced::Change;
-use self::link::{ClosedLog, Link};
-pub use self::query::{Asked, PENDING, UNBOUND_WAIT};
+pub use self::announced::BlockChange;
+use self::link::{ClosedLog, SchedulerLink};
+pub use self::query::{AskedQuery, PENDING, UNBOUND_WAIT};
 use crate::core::endpoint::Endpoint;
-use crate::core::notices::{Cause, Notices};
+use crate::core::notices::{NoticeCause, Notices};
 use crate::core::submission::Submission;
 use crate::error::ShimError;
 
@@ -33,14 +33,14 @@ const SALTS_MAX: usize = 256;
 
 /// How a session asks and loads.
 #[derive(Clone, Debug)]
-pub struct Config {
+pub struct SessionConfig {
     /// The most that all queries of one step may wait.
     pub budget: Duration,
     /// Whether the ranks copy loads themselves.
     pub by_engine: bool,
     /// Whether a load may begin when the step before its own is done: the engine neither zeroes nor copies into blocks.
     pub early: bool,
-    /// Blocks of a part, where queries may be answered while their blocks are on their way ([`Session::load`]). With 0 every
+    /// Blocks of a part, where queries may be answered while their blocks are on their way ([`EngineSession::post_load`]). With 0 every
     /// query is answered once all of its blocks have come.
     pub part_blocks: u32,
     /// A query for so many blocks that another engine computes is answered once all of them have come: a step then loads them.
@@ -64,9 +64,9 @@ pub struct LoadWait {
 macro_rules! counters {
     ($($name:ident)*) => {
         #[derive(Debug, Default)]
-        struct Counters { $($name: u64,)* }
+        struct SchedulerCounters { $($name: u64,)* }
 
-        impl Counters {
+        impl SchedulerCounters {
             fn by_name(&self) -> BTreeMap<&'static str, u64> {
                 BTreeMap::from([$((stringify!($name), self.$name),)*])
             }
@@ -84,10 +84,10 @@ counters! {
 
 /// One scheduler's session. See the module.
 #[derive(Debug)]
-pub struct Session<C> {
-    config: Config,
+pub struct EngineSession<C> {
+    config: SessionConfig,
     notices: Arc<Notices>,
-    link: Option<Link<C>>,
+    link: Option<SchedulerLink<C>>,
     incarnation: u64,
     left: Duration,
     /// The sidecar's heartbeat when a query timed out, and how long that had waited; nothing is asked until the heartbeat differs,
@@ -102,7 +102,7 @@ pub struct Session<C> {
     prefill: Option<PrefillRate>,
     salts: Vec<[u8; 16]>,
     announced: Announced,
-    counters: Counters,
+    counters: SchedulerCounters,
 }
 
 // === impl LoadWait ===
@@ -114,11 +114,11 @@ impl Default for LoadWait {
     }
 }
 
-// === impl Session ===
+// === impl EngineSession ===
 
-impl<C: Deref<Target: Endpoint>> Session<C> {
+impl<C: Deref<Target: Endpoint>> EngineSession<C> {
     /// Without a connection yet. What the engine's log is to say goes to `notices`.
-    pub fn new(config: Config, notices: Arc<Notices>) -> Self {
+    pub fn new(config: SessionConfig, notices: Arc<Notices>) -> Self {
         Self {
             left: config.budget,
             config,
@@ -132,14 +132,14 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
             prefill: None,
             salts: Vec::new(),
             announced: Announced::default(),
-            counters: Counters::default(),
+            counters: SchedulerCounters::default(),
         }
     }
 
     /// Begins with a new sidecar. It is told first how often this engine's weights changed, then every salt of its namespace.
     pub fn attach(&mut self, connection: C) {
         self.detach();
-        let mut link = Link::new(connection, self.incarnation);
+        let mut link = SchedulerLink::new(connection, self.incarnation);
         link.weights = self.weights;
         let weights = (self.weights > 0).then_some(SchedulerRequest::Weights { number: self.weights });
         let told = weights.is_none_or(|weights| link.submission.post(weights).is_some());
@@ -152,9 +152,9 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
         link.ask_for_all(self.announced.asked);
         self.prefill.into_iter().for_each(|rate| link.tell_prefill(rate));
         if !link.connection.knows_acceptance() {
-            self.notices.say(Cause::OldSidecar, OLD_SIDECAR);
+            self.notices.say(NoticeCause::OldSidecar, OLD_SIDECAR);
         } else if self.config.last && !link.connection.knows_states() {
-            self.notices.say(Cause::OldSidecar, STATELESS_SIDECAR);
+            self.notices.say(NoticeCause::OldSidecar, STATELESS_SIDECAR);
         }
         self.link = Some(link);
     }
@@ -163,7 +163,7 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
     pub fn detach(&mut self) {
         if let Some(link) = self.link.take() {
             self.incarnation = link.logs.incarnation();
-            self.announced.end();
+            self.announced.end_all();
             self.counters.connections_lost += 1;
         }
         self.stalled = None;
@@ -180,7 +180,7 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
     }
 
     /// Whether a sidecar is there, as far as is known.
-    pub fn connected(&self) -> bool {
+    pub fn is_connected(&self) -> bool {
         self.link.is_some()
     }
 
@@ -191,7 +191,7 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
 
     /// Blocks that the sidecar may still read.
     pub fn saving(&self) -> usize {
-        self.link.as_ref().map_or(0, |link| link.saves.blocks())
+        self.link.as_ref().map_or(0, |link| link.saves.block_count())
     }
 
     /// Of `blocks`, those that the sidecar may still read: none without a sidecar.
@@ -212,12 +212,12 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
 
     /// The first 8 bytes of the namespace that the engine is bound to; 0: none.
     pub fn namespace(&self) -> u64 {
-        self.link.as_ref().map_or(0, Link::namespace)
+        self.link.as_ref().map_or(0, SchedulerLink::namespace)
     }
 
     /// Opens a key log and returns its handle, -1 without sidecar or room. `fold` is mixed into every key. Wakes a
     /// sleeping sidecar while the keys are still being written.
-    pub fn open(&mut self, fold: Option<[u8; 16]>) -> i64 {
+    pub fn open_log(&mut self, fold: Option<[u8; 16]>) -> i64 {
         let Some(link) = &mut self.link else { return -1 };
         // A number is free again before its CLOSE has found room: that one goes first.
         link.retry_closes();
@@ -229,7 +229,7 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
             return -1;
         }
         link.flush();
-        link.logs.open(fold).unwrap_or(-1)
+        link.logs.open_log(fold).unwrap_or(-1)
     }
 
     /// Keys in a log; `None` where the handle is void.
@@ -239,7 +239,7 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
 
     /// Appends keys `start..start + count`, each of which `key` sets, and returns the log's length: all of them, or none without
     /// room. `start` must be the length so far. A void handle has length 0. Nothing follows a tail.
-    pub fn append<E: From<ShimError>>(
+    pub fn append_keys<E: From<ShimError>>(
         &mut self,
         handle: i64,
         start: u32,
@@ -277,8 +277,8 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
     }
 
     /// Posts the save of keys `start..` from `blocks`. They are copied once step `step` is done, and kept once it was accepted
-    /// ([`Session::accept`]). `checked`: what is kept already is compared with them. False: dropped.
-    pub fn save(&mut self, handle: i64, start: u32, blocks: Vec<u32>, step: u64, checked: bool) -> bool {
+    /// ([`EngineSession::accept_step`]). `checked`: what is kept already is compared with them. False: dropped.
+    pub fn post_save(&mut self, handle: i64, start: u32, blocks: Vec<u32>, step: u64, checked: bool) -> bool {
         let posted = self.try_save(handle, start, blocks, step, checked).is_some();
         match posted {
             true => self.counters.saves += 1,
@@ -310,20 +310,20 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
             return None;
         }
         self.next_op += 1;
-        link.saves.begin(op, blocks);
+        link.saves.begin_save(op, blocks);
         link.unaccepted.insert(step);
         if self.accepted == Some(step) {
-            link.accept(step);
+            link.accept_step(step);
         }
         Some(())
     }
 
     /// The engine went on with the output of step `step`, which every rank returned: saves of that step may be kept, and those of
     /// earlier steps that were not accepted are void. The sidecar is told at once where saves wait for it.
-    pub fn accept(&mut self, step: u64) {
+    pub fn accept_step(&mut self, step: u64) {
         self.accepted = self.accepted.max(Some(step));
         if let Some(link) = &mut self.link {
-            link.accept(step);
+            link.accept_step(step);
         }
     }
 
@@ -331,7 +331,7 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
     /// session of this engine may post a load into one of them next.
     pub fn overwrite(&mut self, blocks: impl Iterator<Item = u32>) -> usize {
         let Some(link) = &mut self.link else { return 0 };
-        if link.saves.blocks() == 0 {
+        if link.saves.block_count() == 0 {
             return 0;
         }
         let mut given_up = 0;
@@ -353,7 +353,7 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
     /// Gives up every unfinished save.
     pub fn void_saves(&mut self) {
         if let Some(link) = &mut self.link
-            && link.saves.blocks() > 0
+            && link.saves.block_count() > 0
         {
             self.counters.saves_voided += 1;
             link.void_saves_below(self.next_op);
@@ -361,7 +361,7 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
     }
 
     /// Ends the log's lease, if there is or may be one.
-    pub fn release(&mut self, handle: i64) {
+    pub fn release_lease(&mut self, handle: i64) {
         let Some(link) = &mut self.link else { return };
         let Some((number, log)) = link.logs.get(handle) else { return };
         let (lease, pending) = (log.lease.take(), log.pending.take());
@@ -375,9 +375,9 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
     }
 
     /// Closes a log: its lease and its pending query end. `way`: a number for the way the request's answer ended; 0: not told.
-    pub fn close(&mut self, handle: i64, way: u32) {
+    pub fn close_log(&mut self, handle: i64, way: u32) {
         let Some(link) = &mut self.link else { return };
-        if let Some((number, log)) = link.logs.close(handle) {
+        if let Some((number, log)) = link.logs.close_log(handle) {
             if let Some(op) = log.pending {
                 link.questions.remove(&op);
             }
@@ -396,14 +396,14 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
     }
 
     /// The engine's weights may have changed for the `number`th time: nothing is served, and nothing saved, until every rank
-    /// has stated what it holds now ([`crate::worker::Worker::set_weights`]). No lease survives. A number that is not above
+    /// has stated what it holds now ([`crate::worker::RankClient::set_weights`]). No lease survives. A number that is not above
     /// the last one does nothing.
     pub fn weights(&mut self, number: u64) {
         if number <= self.weights {
             return;
         }
         self.weights = number;
-        self.notices.forget(&[Cause::Barred, Cause::Differs]);
+        self.notices.forget_causes(&[NoticeCause::Barred, NoticeCause::Differs]);
         self.end_generation(SchedulerRequest::Weights { number });
         if let Some(link) = &mut self.link {
             (link.weights, link.unbound_since) = (number, None);
@@ -432,13 +432,13 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
         let Some(link) = &mut self.link else { return Ok(()) };
         link.retry_closes();
         link.flush();
-        let reaped = link.reap(&mut self.counters);
+        let reaped = link.reap_completions(&mut self.counters);
         link.reclaim();
         let broken = link.submission.broken().map(ToString::to_string);
         if let Ok(Some(saved)) = reaped {
             match saved.differing {
-                0 => self.notices.say(Cause::Unproven, UNPROVEN),
-                _ => self.notices.say(Cause::Differs, differing(link.namespace(), saved)),
+                0 => self.notices.say(NoticeCause::Unproven, UNPROVEN),
+                _ => self.notices.say(NoticeCause::Differs, differing(link.namespace(), saved)),
             }
         }
         let Some(text) = reaped.err().or(broken) else { return Ok(()) };
@@ -447,18 +447,18 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
         Err(text)
     }
 
-    /// Has [`Session::take_changes`] tell of every block that the engine could find at the sidecar, and then of what changes. Called
+    /// Has [`EngineSession::take_changes`] tell of every block that the engine could find at the sidecar, and then of what changes. Called
     /// again, of every block again: whoever is told has forgotten them.
-    pub fn announce(&mut self) {
+    pub fn ask_announcements(&mut self) {
         self.announced.again();
         if let Some(link) = &self.link {
             link.ask_for_all(self.announced.asked);
         }
     }
 
-    /// What has changed of the blocks since the last call, once [`Session::announce`] was called. Without a sidecar there are none.
+    /// What has changed of the blocks since the last call, once [`EngineSession::ask_announcements`] was called. Without a sidecar there are none.
     /// An error: the sidecar broke the protocol, and is to be left.
-    pub fn take_changes(&mut self) -> (Vec<Change>, Result<(), String>) {
+    pub fn take_changes(&mut self) -> (Vec<BlockChange>, Result<(), String>) {
         let mut end = Ok(());
         if self.announced.asked > 0
             && let Some(link) = &mut self.link
@@ -469,7 +469,7 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
                 self.detach();
             }
         }
-        (self.announced.take(), end)
+        (self.announced.take_changes(), end)
     }
 
     /// The engine computes prompts at this rate. Nothing is posted: a word in shared memory says it.

@@ -24,14 +24,14 @@ impl Submission {
 
     /// Whether `slots` ordinary messages fit.
     pub(crate) fn has_room(&mut self, slots: u32) -> bool {
-        self.check(SUBMISSION_RESERVED as u32 + slots.saturating_sub(1))
+        self.check_room(SUBMISSION_RESERVED as u32 + slots.saturating_sub(1))
     }
 
     /// Posts one message and returns its sequence number, or `None` without room. Not yet visible to the sidecar.
     pub fn post(&mut self, request: impl Into<Message>) -> Option<u32> {
         let message = request.into();
         let reserved = if message.kind.reserved() { 0 } else { SUBMISSION_RESERVED as u32 };
-        if !self.check(reserved) {
+        if !self.check_room(reserved) {
             return None;
         }
         let sequence = self.producer.sequence();
@@ -39,7 +39,7 @@ impl Submission {
         Some(sequence)
     }
 
-    fn check(&mut self, reserved: u32) -> bool {
+    fn check_room(&mut self, reserved: u32) -> bool {
         if self.broken.is_some() {
             return false;
         }
@@ -78,7 +78,7 @@ impl Submission {
 }
 
 /// Whether the sidecar's head has passed message `sequence`.
-pub(crate) fn passed(acknowledged: u32, sequence: u32) -> bool {
+pub(crate) fn has_passed(acknowledged: u32, sequence: u32) -> bool {
     // A ring holds far fewer than 2^31 messages, so the wrapped distance has the sign of the true one.
     acknowledged.wrapping_sub(sequence).cast_signed() > 0
 }

@@ -1,6 +1,6 @@
 //! A rank's session: which run it takes part in, which weights it holds, which loads it waits for, and who copies them.
 //!
-//! A load that the sidecar was to copy and did not is a [`Job`]: its host copies the blocks from the mapped pool. The mapping
+//! A load that the sidecar was to copy and did not is a [`LoadJob`]: its host copies the blocks from the mapped pool. The mapping
 //! outlives the connection, so that a dead sidecar's promises can still be kept.
 
 pub mod link;
@@ -14,11 +14,11 @@ use std::time::{Duration, Instant};
 
 use shm_protocol::request::WorkerRequest;
 
-use self::link::Link;
-use self::load::{Awaited, Job, Next, is_whole};
-use self::patience::Patience;
+use self::link::RankLink;
+use self::load::{AwaitedLoad, LoadJob, NextLoadStep, is_whole};
+use self::patience::CopyPatience;
 use crate::core::endpoint::Endpoint;
-use crate::core::notices::{Cause, Notices};
+use crate::core::notices::{NoticeCause, Notices};
 use crate::core::plan::Plan;
 
 /// How long the pool of a sidecar's earlier life stays mapped after the next one was found: plans made before are on
@@ -35,33 +35,33 @@ struct Weights {
 
 /// One rank's session over connections `C`, which bring pools `P`. See the module.
 #[derive(Debug)]
-pub struct Session<C, P> {
+pub struct RankSession<C, P> {
     notices: Arc<Notices>,
     /// This rank copies every load itself.
     by_engine: bool,
     /// Of this rank's part of a block.
     block_bytes: u64,
-    link: Option<Arc<Link<C>>>,
+    link: Option<Arc<RankLink<C>>>,
     /// With the sidecar's life.
     pool: Option<(u64, P)>,
     earlier_pool: Option<(Instant, (u64, P))>,
     /// Loads into host memory that no step waits for, and of which the sidecar's word is awaited.
-    pub awaited: Vec<Awaited<C>>,
+    pub awaited: Vec<AwaitedLoad<C>>,
     run: Option<[u8; 16]>,
     joined: bool,
     /// The last step begun.
     started: u64,
     weights: Weights,
     /// Whether the sidecar was told the last of them.
-    told: bool,
+    has_posted_weights: bool,
     /// The first 8 bytes of the namespace that the rank was bound to last, also by a sidecar that is gone: its promises can
     /// still be kept. 0: none since the weights may have changed.
     bound: u64,
 }
 
-// === impl Session ===
+// === impl RankSession ===
 
-impl<C: Deref<Target: Endpoint>, P: Clone> Session<C, P> {
+impl<C: Deref<Target: Endpoint>, P: Clone> RankSession<C, P> {
     /// Without a connection yet. What the engine's log is to say goes to `notices`.
     pub fn new(by_engine: bool, block_bytes: u64, notices: Arc<Notices>) -> Self {
         Self {
@@ -76,7 +76,7 @@ impl<C: Deref<Target: Endpoint>, P: Clone> Session<C, P> {
             joined: false,
             started: 0,
             weights: Weights::default(),
-            told: true,
+            has_posted_weights: true,
             bound: 0,
         }
     }
@@ -84,8 +84,8 @@ impl<C: Deref<Target: Endpoint>, P: Clone> Session<C, P> {
     /// Begins with a new sidecar, which is told what the rank has said before. The caller has detached the last one.
     pub fn attach(&mut self, connection: C, pool: P, now: Instant) {
         let epoch = connection.epoch();
-        self.link = Some(Arc::new(Link::new(connection)));
-        (self.joined, self.told) = (false, self.weights.number == 0);
+        self.link = Some(Arc::new(RankLink::new(connection)));
+        (self.joined, self.has_posted_weights) = (false, self.weights.number == 0);
         if let Some(pool) = self.pool.replace((epoch, pool)) {
             self.earlier_pool = Some((now, pool));
         }
@@ -93,13 +93,13 @@ impl<C: Deref<Target: Endpoint>, P: Clone> Session<C, P> {
     }
 
     /// Lets go of a connection that ended. What it promised by its last binding may still be loaded.
-    pub fn detach(&mut self) -> Option<Arc<Link<C>>> {
+    pub fn detach(&mut self) -> Option<Arc<RankLink<C>>> {
         self.read_binding();
         self.link.take()
     }
 
     /// The connection in use.
-    pub fn link(&self) -> Option<&Arc<Link<C>>> {
+    pub fn link(&self) -> Option<&Arc<RankLink<C>>> {
         self.link.as_ref()
     }
 
@@ -123,25 +123,25 @@ impl<C: Deref<Target: Endpoint>, P: Clone> Session<C, P> {
     pub fn set_weights(&mut self, answers: u64, live: [u8; 16]) {
         let Weights { number, answers: last, .. } = self.weights;
         self.weights = Weights { number: number + 1, answers: answers.max(last), live };
-        (self.told, self.bound) = (false, 0);
+        (self.has_posted_weights, self.bound) = (false, 0);
         self.introduce();
     }
 
     /// Tells the sidecar what it does not know: the weights first, so that a rank which has joined holds what it stated.
     fn introduce(&mut self) {
         let Some(link) = &self.link else { return };
-        if !self.told {
+        if !self.has_posted_weights {
             let Weights { number, answers, live } = self.weights;
-            self.told = link.post(WorkerRequest::Weights { number, answers, live });
+            self.has_posted_weights = link.post(WorkerRequest::Weights { number, answers, live });
         }
-        if let (true, false, Some(run)) = (self.told, self.joined, self.run) {
+        if let (true, false, Some(run)) = (self.has_posted_weights, self.joined, self.run) {
             // What was said of loads up to that step may have been lost with the last connection.
             self.joined = link.post(WorkerRequest::Join { run, step: self.started });
         }
     }
 
     /// Step `step` has begun, and its fence is stored.
-    pub fn start(&mut self, step: u64) {
+    pub fn start_step(&mut self, step: u64) {
         self.started = step;
         if let Some(link) = &self.link {
             link.retry();
@@ -154,41 +154,47 @@ impl<C: Deref<Target: Endpoint>, P: Clone> Session<C, P> {
     }
 
     /// Begins a load into host memory, which the sidecar or this process copies.
-    pub fn begin(&mut self, plan: Plan) -> Next<C, P> {
+    pub fn begin_load(&mut self, plan: Plan) -> NextLoadStep<C, P> {
         let link = self.link_of(&plan).filter(|_| !self.copies_itself(&plan));
-        let Some(link) = link else { return Next::Copy(self.job(plan)) };
+        let Some(link) = link else { return NextLoadStep::Copy(self.job(plan)) };
         let ahead = self.awaited.iter().map(|awaited| awaited.plan.blocks.len());
         let blocks = ahead.sum::<usize>() + plan.blocks.len();
-        let patience = Patience::of(&plan, blocks as u64 * self.block_bytes);
-        Next::Await(Awaited { refused: self.refuses(&plan), plan, link, patience })
+        let patience = CopyPatience::of_plan(&plan, blocks as u64 * self.block_bytes);
+        NextLoadStep::Await(AwaitedLoad { refused: self.refuses(&plan), plan, link, patience })
     }
 
     /// Looks at a load that is awaited.
-    pub fn look(&mut self, mut awaited: Awaited<C>, now: Instant) -> Next<C, P> {
+    pub fn look_at_load(&mut self, mut awaited: AwaitedLoad<C>, now: Instant) -> NextLoadStep<C, P> {
         let outcome = awaited.outcome();
         if is_whole(&awaited.plan, outcome) {
-            return Next::Whole(awaited);
+            return NextLoadStep::Whole(awaited);
         }
         if outcome.is_some_and(|outcome| outcome.status.is_refusal()) {
             // Nobody writes a block of it: there is nothing to take back.
-            return Next::Copy(self.job(awaited.plan));
+            return NextLoadStep::Copy(self.job(awaited.plan));
         }
         if outcome.is_none() && !awaited.link.connection.is_lost() && !awaited.is_late(now) {
-            return Next::Await(awaited);
+            return NextLoadStep::Await(awaited);
         }
-        let Awaited { plan, refused, link, .. } = awaited;
+        let AwaitedLoad { plan, refused, link, .. } = awaited;
         link.close_gate(plan.op);
-        Next::Copy(Job { pool: self.pool_of(&plan), plan, link: Some(link), rescue: true, refused })
+        NextLoadStep::Copy(LoadJob {
+            pool: self.pool_of(&plan),
+            plan,
+            link: Some(link),
+            rescue: true,
+            refused,
+        })
     }
 
     /// A load that this process copies.
-    pub fn job(&mut self, plan: Plan) -> Job<C, P> {
+    pub fn job(&mut self, plan: Plan) -> LoadJob<C, P> {
         let refused = self.refuses(&plan);
-        Job { pool: self.pool_of(&plan), link: self.link_of(&plan), plan, rescue: false, refused }
+        LoadJob { pool: self.pool_of(&plan), link: self.link_of(&plan), plan, rescue: false, refused }
     }
 
     /// The connection to the sidecar that made the plan possible.
-    pub fn link_of(&self, plan: &Plan) -> Option<Arc<Link<C>>> {
+    pub fn link_of(&self, plan: &Plan) -> Option<Arc<RankLink<C>>> {
         self.link.clone().filter(|link| link.connection.epoch() == plan.epoch)
     }
 
@@ -212,7 +218,7 @@ impl<C: Deref<Target: Endpoint>, P: Clone> Session<C, P> {
         let refused = plan.namespace == 0 || plan.namespace != self.bound;
         if refused {
             self.notices.say(
-                Cause::Mismatch,
+                NoticeCause::Mismatch,
                 format!(
                     "a load of namespace {:016x} was refused by a rank of namespace {:016x}; its blocks are computed \
                      again. This is normal for loads that were planned before the weights changed. If it lasts, \

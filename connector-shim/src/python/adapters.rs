@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-use super::{Guarded, UNDIGESTED, bytes16};
+use super::{GuardedSession, UNDIGESTED, bytes16};
 use crate::adapters::{AdapterRequest, EngineAdapters};
 use crate::core::policy::Adapter;
 
@@ -14,13 +14,13 @@ type Words = (u64, String, PathBuf, bool, bool, bool);
 
 #[derive(Debug)]
 #[pyclass(frozen, name = "Adapters", module = "pillion._shim")]
-pub(super) struct PyAdapters(Guarded<EngineAdapters>);
+pub(super) struct PyAdapters(GuardedSession<EngineAdapters>);
 
 #[pymethods]
 impl PyAdapters {
     #[new]
     fn new(run: &[u8], form: String) -> PyResult<Self> {
-        Ok(Self(Guarded::new(EngineAdapters::new(bytes16("a run id", run)?, form))))
+        Ok(Self(GuardedSession::new(EngineAdapters::new(bytes16("a run id", run)?, form))))
     }
 
     fn look_at(&self, request: Words) -> PyResult<bool> {

@@ -5,13 +5,13 @@ use std::path::PathBuf;
 
 use pyo3::prelude::*;
 
-use super::Guarded;
+use super::GuardedSession;
 use crate::blocking::{BlockMemory, BlockingEngine, CheckRate, EngineSetup, ProofStart, RequestId};
 use crate::error::ShimError as Failure;
 
 #[derive(Debug)]
 #[pyclass(frozen, name = "BlockingEngine", module = "pillion._shim")]
-pub(super) struct PyBlockingEngine(Guarded<BlockingEngine>);
+pub(super) struct PyBlockingEngine(GuardedSession<BlockingEngine>);
 
 #[pymethods]
 impl PyBlockingEngine {
@@ -42,7 +42,7 @@ impl PyBlockingEngine {
             checks: CheckRate { every: check_every, per_mille: check_per_mille },
             miss_wait_ms: Some(miss_wait_ms),
         };
-        Ok(Self(Guarded::new(py.detach(|| BlockingEngine::new(&setup))?)))
+        Ok(Self(GuardedSession::new(py.detach(|| BlockingEngine::new(&setup))?)))
     }
 
     #[getter]
@@ -71,7 +71,7 @@ impl PyBlockingEngine {
     }
 
     fn reserve(&self, request: RequestId, tokens: Vec<u32>) -> PyResult<Vec<u32>> {
-        self.0.enter(|engine| {
+        self.0.enter_call(|engine| {
             engine.reserve(request, &tokens)?;
             Ok(engine.blocks_of(request).to_vec())
         })
@@ -113,7 +113,7 @@ impl PyBlockingEngine {
     }
 
     fn disconnect(&self) -> PyResult<()> {
-        self.0.last(BlockingEngine::disconnect)
+        self.0.last(BlockingEngine::disconnect_all)
     }
 }
 
@@ -124,6 +124,6 @@ impl PyBlockingEngine {
         py: Python<'_>,
         call: impl FnOnce(&mut BlockingEngine) -> Result<T, Failure> + Send,
     ) -> PyResult<T> {
-        py.detach(|| self.0.enter(|engine| Ok(call(engine)?)))
+        py.detach(|| self.0.enter_call(|engine| Ok(call(engine)?)))
     }
 }

@@ -19,7 +19,8 @@ pub(super) fn weight_files(py: Python<'_>, directory: PathBuf) -> PyResult<Optio
 
 /// What two engines' facts do not agree on, the most telling first: name, ours, theirs, and what makes them agree.
 #[pyfunction]
-pub(super) fn differences(
+#[pyo3(name = "differences")]
+pub(super) fn list_differences(
     ours: BTreeMap<String, String>,
     theirs: BTreeMap<String, String>,
 ) -> Vec<(String, Option<String>, Option<String>, &'static str)> {

@@ -8,7 +8,7 @@ use shm_protocol::key::{
 };
 
 use super::bytes16;
-use crate::error::{ShimError as Failure, argument};
+use crate::error::{ShimError as Failure, refuse_argument};
 
 /// The extra keys of each block, as Python has them.
 type Extra = Option<Vec<Option<Vec<PyExtraKey>>>>;
@@ -19,7 +19,7 @@ pub(super) struct PyExtraKey(ExtraKey);
 
 /// What an extra key is made of.
 #[derive(FromPyObject)]
-enum Atom {
+enum PyAtom {
     Text(String),
     Integer(i64),
     Bytes(Vec<u8>),
@@ -27,14 +27,14 @@ enum Atom {
 
 /// One request's block hashes, growing with its tokens.
 #[derive(Debug)]
-#[pyclass(module = "pillion._shim")]
-pub(super) struct Chain {
+#[pyclass(name = "Chain", module = "pillion._shim")]
+pub(super) struct PyChain {
     chain: key::Chain,
     algorithm: Algorithm,
 }
 
 #[pymethods]
-impl Chain {
+impl PyChain {
     #[new]
     #[pyo3(signature = (algo, none_hash, block_size, form, before = None))]
     fn new(
@@ -49,7 +49,7 @@ impl Chain {
         if let Some(before) = before {
             chain = chain.behind(BlockHash::from_slice(before).map_err(Failure::from)?);
         }
-        Ok(Self { chain: chain.with_form(parse(form)?), algorithm })
+        Ok(Self { chain: chain.with_form(parse_name(form)?), algorithm })
     }
 
     fn append(&mut self, py: Python<'_>, token_ids: Vec<u64>, extra_keys: Extra) -> PyResult<()> {
@@ -96,7 +96,7 @@ pub(super) fn extend_hashes<'py>(
     let hash = |bytes: &[u8]| BlockHash::from_slice(bytes).map_err(Failure::from);
     let before = before.map(hash).transpose()?;
     let hashes = hashes.iter().map(|bytes| hash(bytes)).collect::<Result<Vec<_>, _>>()?;
-    let (extra, form) = (unwrapped(extra_keys).unwrap_or_default(), parse(form)?);
+    let (extra, form) = (unwrapped(extra_keys).unwrap_or_default(), parse_name(form)?);
     let extra: Vec<Vec<ExtraKey>> = extra.into_iter().map(Option::unwrap_or_default).collect();
     let keys = py.detach(|| key::extend_hashes(before.as_ref(), &hashes, &token_ids, &extra, form));
     Ok(bytes_of(py, &keys.map_err(Failure::from)?))
@@ -114,14 +114,15 @@ pub(super) fn none_hash<'py>(
     seed: Option<&str>,
     rule: &str,
 ) -> PyResult<Bound<'py, PyBytes>> {
-    let algorithm: Algorithm = parse(algo)?;
-    let hash: BlockHash = key::none_hash(algorithm, parse(rule)?, seed).map_err(Failure::from)?;
+    let algorithm: Algorithm = parse_name(algo)?;
+    let hash: BlockHash = key::none_hash(algorithm, parse_name(rule)?, seed).map_err(Failure::from)?;
     Ok(PyBytes::new(py, algorithm.vllm_hash(&hash)))
 }
 
 /// The key under which a block of this hash is kept for a log of this fold.
 #[pyfunction]
-pub(super) fn folded<'py>(py: Python<'py>, hash: &[u8], fold: &[u8]) -> PyResult<Bound<'py, PyBytes>> {
+#[pyo3(name = "folded")]
+pub(super) fn fold_hash<'py>(py: Python<'py>, hash: &[u8], fold: &[u8]) -> PyResult<Bound<'py, PyBytes>> {
     let hash = BlockHash::from_slice(hash).map_err(Failure::from)?;
     Ok(PyBytes::new(py, &hash.folded(&bytes16("a fold", fold)?).0))
 }
@@ -141,7 +142,8 @@ pub(super) fn derive_keys<'py>(
     group: u32,
     hash_block_size: Option<u32>,
 ) -> PyResult<Bound<'py, PyTuple>> {
-    let (algo, rule, form) = (parse(algo)?, parse::<NoneHashRule>(rule)?, parse::<ExtraForm>(form)?);
+    let (algo, rule, form) =
+        (parse_name(algo)?, parse_name::<NoneHashRule>(rule)?, parse_name::<ExtraForm>(form)?);
     let extra_keys = unwrapped(extra_keys);
     let derivation =
         Derivation { algo, seed, rule, form, block_size, token_ids, extra_keys, group, hash_block_size };
@@ -151,7 +153,7 @@ pub(super) fn derive_keys<'py>(
     (PyBytes::new(py, &derived.none_hash), hashes, tail).into_pyobject(py)
 }
 
-fn parse<T: std::str::FromStr<Err = KeyError>>(name: &str) -> Result<T, Failure> {
+fn parse_name<T: std::str::FromStr<Err = KeyError>>(name: &str) -> Result<T, Failure> {
     Ok(name.parse()?)
 }
 
@@ -166,30 +168,30 @@ impl<'py> FromPyObject<'_, 'py> for PyExtraKey {
     type Error = PyErr;
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        let atoms = match object.extract::<Atom>() {
+        let atoms = match object.extract::<PyAtom>() {
             Ok(atom) => vec![atom],
-            Err(_) => object.extract::<Vec<Atom>>()?,
+            Err(_) => object.extract::<Vec<PyAtom>>()?,
         };
         Ok(Self(extra_key(atoms)?))
     }
 }
 
-fn extra_key(atoms: Vec<Atom>) -> Result<ExtraKey, Failure> {
-    let texts: Vec<Option<&str>> = atoms.iter().map(Atom::text).collect();
+fn extra_key(atoms: Vec<PyAtom>) -> Result<ExtraKey, Failure> {
+    let texts: Vec<Option<&str>> = atoms.iter().map(PyAtom::as_text).collect();
     Ok(match (&texts[..], &atoms[..]) {
         ([Some(text)], _) => ExtraKey::Text((*text).to_owned()),
         ([Some("lora"), Some(name), Some(path)], _) => {
             ExtraKey::Lora { name: (*name).to_owned(), path: (*path).to_owned() }
         }
         ([Some("cache_salt"), Some(salt)], _) => ExtraKey::CacheSalt((*salt).to_owned()),
-        ([Some("mm"), Some(identifier), None] | [Some(identifier), None], [.., Atom::Integer(offset)]) => {
+        ([Some("mm"), Some(identifier), None] | [Some(identifier), None], [.., PyAtom::Integer(offset)]) => {
             ExtraKey::Multimodal { identifier: (*identifier).to_owned(), offset: *offset }
         }
-        ([Some("prompt_embeds"), None] | [None], [.., Atom::Bytes(digest)]) => {
+        ([Some("prompt_embeds"), None] | [None], [.., PyAtom::Bytes(digest)]) => {
             ExtraKey::PromptEmbeds(digest.clone())
         }
         _ => {
-            return argument(
+            return refuse_argument(
                 "an extra key has an unknown form: pass (\"lora\", name, path), (\"mm\", identifier, offset), \
                  (\"cache_salt\", salt), (\"prompt_embeds\", bytes), or the same without the first word in the bare \
                  form",
@@ -198,10 +200,10 @@ fn extra_key(atoms: Vec<Atom>) -> Result<ExtraKey, Failure> {
     })
 }
 
-// === impl Atom ===
+// === impl PyAtom ===
 
-impl Atom {
-    fn text(&self) -> Option<&str> {
+impl PyAtom {
+    fn as_text(&self) -> Option<&str> {
         if let Self::Text(text) = self { Some(text) } else { None }
     }
 }

@@ -14,8 +14,8 @@ use shm_protocol::key::{Algorithm, BlockHash};
 use shm_protocol::source::Source;
 
 use super::options::config_error;
-use super::told::{self, Loss, PyRecord, PyRemark};
-use super::{Guarded, SchedulerSession, SessionOwner, UNDIGESTED, bytes16, some16};
+use super::remarks::{self, Loss, PyRecord, PyRemark};
+use super::{GuardedSession, SchedulerSession, SessionOwner, UNDIGESTED, bytes16, some16};
 use crate::clock;
 use crate::core::aside::Aside;
 use crate::core::options::EngineSettings;
@@ -25,9 +25,9 @@ use crate::core::policy::{
     LoadMode, Machine, Media, Now, OfferedState, PlannedStep, PolicyOptions, PolicyWait, RequestId,
     ServedState, way_of_end,
 };
-use crate::core::records::{RecordOptions, Records, WaitPart};
-use crate::error::{ShimError as Failure, argument};
-use crate::scheduler::{self, Config, LoadWait, Scheduler};
+use crate::core::records::{RecordOptions, RequestRecords, WaitPart};
+use crate::error::{ShimError as Failure, refuse_argument};
+use crate::scheduler::{self, LoadWait, SchedulerClient, SessionConfig};
 
 /// The number of an unfollowed request.
 const STRANGER: i64 = -1;
@@ -48,14 +48,14 @@ type PyEvent<'py> = (bool, Vec<Bound<'py, PyBytes>>, bool, i64, u32);
 #[derive(Debug)]
 #[pyclass(frozen, name = "Policy", module = "pillion._shim")]
 pub(super) struct PyPolicy {
-    rules: Guarded<Rules<Scheduler>>,
+    rules: GuardedSession<Rules<SchedulerClient>>,
     /// In place of the rules once they have met an internal error.
     aside: Mutex<Aside>,
     is_out: AtomicBool,
     algorithm: Option<Algorithm>,
     loss: Loss,
     /// Those of an engine that loads.
-    records: Option<Guarded<Records>>,
+    records: Option<GuardedSession<RequestRecords>>,
     /// Warnings of the start, still to be told.
     said: Mutex<Vec<String>>,
 }
@@ -94,7 +94,7 @@ impl ConnectorSettings {
 
     fn load_mode(&self) -> Result<LoadMode, Failure> {
         let load = &self.load;
-        let wrong = || argument(format!("load is '{load}': pass one of auto, sync, async"));
+        let wrong = || refuse_argument(format!("load is '{load}': pass one of auto, sync, async"));
         LoadMode::named(load).map_or_else(wrong, Ok)
     }
 
@@ -103,9 +103,9 @@ impl ConnectorSettings {
         LoadWait { most_ms: self.wait_max_ms, preference: (self.load_preference * 1000.0).round() as u32 }
     }
 
-    fn records(&self, steps_in_flight: u64) -> Records {
+    fn records(&self, steps_in_flight: u64) -> RequestRecords {
         let slow = Duration::from_millis(self.record_slow_ms);
-        Records::new(RecordOptions { every: self.record_every, slow, steps_in_flight })
+        RequestRecords::new(RecordOptions { every: self.record_every, slow, steps_in_flight })
     }
 }
 
@@ -176,7 +176,7 @@ impl PyPolicy {
         let mut sessions = Vec::new();
         for (group, engine) in engines.into_iter().enumerate() {
             let machine = machine(block_bytes[group]);
-            let config = Config {
+            let config = SessionConfig {
                 budget: Duration::from_micros(options.query_timeout_us),
                 by_engine,
                 early: early[group],
@@ -185,7 +185,7 @@ impl PyPolicy {
                 last: set.forms[group].kind == GroupKind::State,
                 load_wait: options.load_wait(),
             };
-            let session = scheduler::Options {
+            let session = scheduler::SchedulerSetup {
                 socket: options.socket.clone(),
                 engine,
                 world_size,
@@ -197,7 +197,7 @@ impl PyPolicy {
                 promise_wait_ms: Some(options.promise_wait_ms),
                 groups: some16("groups", Some(&tables[group][..]))?,
             };
-            sessions.push(py.detach(|| Scheduler::new(session))?);
+            sessions.push(py.detach(|| SchedulerClient::new(session))?);
         }
         // A drafter's KV may differ under one key.
         let checks = loads && saves && !settings.several && !drafts;
@@ -212,11 +212,11 @@ impl PyPolicy {
             beside_others,
             events: events.then_some(algorithm),
         };
-        let rules = Rules::new(policy, machine(block_bytes[0]), set, sessions, clock::now());
+        let rules = Rules::new(policy, machine(block_bytes[0]), set, sessions, clock::read_clock());
         let loss = Loss::named_by(recomputes, settings.strict);
-        let records = loads.then(|| Guarded::new(options.records(steps_in_flight)));
+        let records = loads.then(|| GuardedSession::new(options.records(steps_in_flight)));
         let aside = Mutex::new(Aside::new(sizes));
-        let (rules, is_out) = (Guarded::new(rules), AtomicBool::new(false));
+        let (rules, is_out) = (GuardedSession::new(rules), AtomicBool::new(false));
         Ok(Self { rules, aside, is_out, algorithm, loss, records, said })
     }
 
@@ -267,7 +267,7 @@ impl PyPolicy {
     }
 
     fn announce(&self, id: RequestId) -> PyResult<()> {
-        self.with(|rules| rules.announce(id))
+        self.with(|rules| rules.announce_request(id))
     }
 
     fn matched(
@@ -283,7 +283,7 @@ impl PyPolicy {
             Ok(rules.awaits_blocks(id))
         })?;
         if awaits.is_some() {
-            self.recorded(|records| records.asks(id, numbers.0, computed, clock::now()));
+            self.recorded(|records| records.asks(id, numbers.0, computed, clock::read_clock()));
         }
         let nothing = (FoundTokens::Tokens(0, false), false);
         let (found, put_off) = self.until(py, nothing, |rules, time| {
@@ -296,7 +296,7 @@ impl PyPolicy {
             FoundTokens::Later if awaits == Some(true) => (None, false, Some(WaitPart::Producer)),
             FoundTokens::Later => (None, false, Some(WaitPart::Query)),
         };
-        self.recorded(|records| records.asked(id, pending, beside, clock::now()));
+        self.recorded(|records| records.asked(id, pending, beside, clock::read_clock()));
         self.aside().asked(id, computed, beside);
         Ok((tokens, beside))
     }
@@ -312,11 +312,11 @@ impl PyPolicy {
         external: u32,
     ) -> PyResult<Option<Vec<(usize, usize)>>> {
         if external > 0 {
-            self.recorded(|records| records.loads(id, external, clock::now()));
+            self.recorded(|records| records.loads(id, external, clock::read_clock()));
         }
         self.aside().allocated(id, external);
         let wanted = self.enter_or(
-            |aside| aside.wanted(id),
+            |aside| aside.wanted_blocks(id),
             |rules| {
                 follow_numbers(rules, id, &numbers)?;
                 Ok(rules.allocated(id, external))
@@ -328,7 +328,7 @@ impl PyPolicy {
     }
 
     fn load_blocks(&self, py: Python<'_>, id: RequestId, blocks: Vec<Vec<u32>>) -> PyResult<()> {
-        self.aside().named(id, &blocks);
+        self.aside().name_blocks(id, &blocks);
         self.until(py, (), |rules, time| rules.load_blocks(id, &blocks, time))?;
         self.with(|rules| self.recorded(|records| records.found(id, |hit| rules.sources(id, hit)))).map(drop)
     }
@@ -342,21 +342,21 @@ impl PyPolicy {
     }
 
     fn loads_ended(&self, ids: Vec<RequestId>, failed: Vec<u32>) -> PyResult<()> {
-        self.recorded(|records| records.received(&ids, clock::now()));
+        self.recorded(|records| records.received(&ids, clock::read_clock()));
         self.with(|rules| rules.loads_ended(&ids, &failed))
     }
 
     fn loads_failed(&self, blocks: Vec<u32>) -> PyResult<()> {
         self.with(|rules| {
             rules.loads_failed(&blocks);
-            self.recorded(|records| records.failed(|id| rules.is_refused(id)));
+            self.recorded(|records| records.note_failed(|id| rules.is_refused(id)));
         })
     }
 
     fn requests_failed(&self, ids: Vec<RequestId>) -> PyResult<()> {
         self.with(|rules| {
             rules.requests_failed(&ids);
-            self.recorded(|records| records.failed(|id| rules.is_refused(id)));
+            self.recorded(|records| records.note_failed(|id| rules.is_refused(id)));
         })
     }
 
@@ -367,14 +367,14 @@ impl PyPolicy {
         reason: u32,
         tokens: Vec<u32>,
     ) -> PyResult<(Option<u32>, Vec<u32>)> {
-        self.recorded(|records| records.finished(id, aborted, clock::now()));
+        self.recorded(|records| records.finished(id, aborted, clock::read_clock()));
         let ended = self.with(|rules| rules.end_request(id, way_of_end(reason, &tokens)))?;
         Ok((ended.handed_over, ended.hold))
     }
 
     fn held(&self, blocks: Vec<u32>) -> PyResult<()> {
         self.aside().held(&blocks);
-        self.with(|rules| rules.held(&blocks, clock::now()))
+        self.with(|rules| rules.held(&blocks, clock::read_clock()))
     }
 
     fn release_held(&self) -> PyResult<Vec<u32>> {
@@ -410,7 +410,7 @@ impl PyPolicy {
             changes.grown = grown.into_iter().map(|(number, blocks)| (followed(number), blocks)).collect();
             let state = |(request, group, block, boundary)| OfferedState { request, group, block, boundary };
             changes.offered = offered.into_iter().map(state).collect();
-            let opened = rules.begin_step(changes, clock::now());
+            let opened = rules.begin_step(changes, clock::read_clock());
             Ok((opened.due, opened.released, opened.contradicted))
         })?;
         self.aside().released(&opened.1);
@@ -431,7 +431,7 @@ impl PyPolicy {
             }
             Ok(rules.end_step(&all, computes))
         })?;
-        self.recorded(|records| records.scheduled(step.step, clock::now()));
+        self.recorded(|records| records.scheduled(step.step, clock::read_clock()));
         self.aside().scheduled(&step);
         Ok(step_of(py, step))
     }
@@ -442,7 +442,7 @@ impl PyPolicy {
 
     #[pyo3(signature = (step, scheduled = HashMap::new()))]
     fn accept_step(&self, step: u64, scheduled: HashMap<u64, Vec<RequestId>>) -> PyResult<()> {
-        self.with(|rules| rules.accept_step(step, &scheduled, Some(clock::now())))
+        self.with(|rules| rules.accept_step(step, &scheduled, Some(clock::read_clock())))
     }
 
     // --- weights ---
@@ -496,14 +496,14 @@ impl PyPolicy {
             (said.into_iter().chain(notices).collect(), rules.take_remarks())
         })?;
         let error = self.aside().take_error().map(|text| (true, text, None));
-        let remarks = remarks.into_iter().filter_map(|remark| told::word_remark(remark, self.loss));
+        let remarks = remarks.into_iter().filter_map(|remark| remarks::word_remark(remark, self.loss));
         let remarks = remarks.chain(error).collect();
-        let kept = self.recorded(Records::take_kept).unwrap_or_default();
-        Ok((notices, remarks, kept.into_iter().map(told::list_record).collect()))
+        let kept = self.recorded(RequestRecords::take_kept).unwrap_or_default();
+        Ok((notices, remarks, kept.into_iter().map(remarks::list_record).collect()))
     }
 
     fn take_events<'py>(&self, py: Python<'py>, group: usize) -> PyResult<Vec<PyEvent<'py>>> {
-        let events = self.with(|rules| rules.take_events(group, clock::now()))?;
+        let events = self.with(|rules| rules.take_events(group, clock::read_clock()))?;
         let event = |event: &crate::core::policy::KvEvent| {
             let hashes = event.hashes.iter().map(|hash| PyBytes::new(py, hash)).collect();
             let (stored, request, first) = match event.change {
@@ -517,7 +517,7 @@ impl PyPolicy {
     }
 
     fn lingers(&self) -> PyResult<bool> {
-        self.with(|rules| rules.lingers(clock::now()))
+        self.with(|rules| rules.lingers(clock::read_clock()))
     }
 
     fn blocks_cleared(&self) -> PyResult<()> {
@@ -547,12 +547,12 @@ impl PyPolicy {
     fn enter_or<T>(
         &self,
         instead: impl FnOnce(&mut Aside) -> T,
-        call: impl FnOnce(&mut Rules<Scheduler>) -> PyResult<T>,
+        call: impl FnOnce(&mut Rules<SchedulerClient>) -> PyResult<T>,
     ) -> PyResult<T> {
         self.rules.refuse_forked()?;
         // Relaxed: the interpreter's lock orders the calls.
         if !self.is_out.load(Ordering::Relaxed) {
-            match self.rules.enter(call) {
+            match self.rules.enter_call(call) {
                 Ok(done) => return Ok(done),
                 Err(error) => self.put_out(&error)?,
             }
@@ -562,12 +562,12 @@ impl PyPolicy {
 
     fn enter_rules<T: Default>(
         &self,
-        call: impl FnOnce(&mut Rules<Scheduler>) -> PyResult<T>,
+        call: impl FnOnce(&mut Rules<SchedulerClient>) -> PyResult<T>,
     ) -> PyResult<T> {
         self.enter_or(|_| T::default(), call)
     }
 
-    fn with<T: Default>(&self, call: impl FnOnce(&mut Rules<Scheduler>) -> T) -> PyResult<T> {
+    fn with<T: Default>(&self, call: impl FnOnce(&mut Rules<SchedulerClient>) -> T) -> PyResult<T> {
         self.enter_rules(|rules| Ok(call(rules)))
     }
 
@@ -583,7 +583,7 @@ impl PyPolicy {
     }
 
     /// A word for the records, if there are any.
-    fn recorded<T>(&self, call: impl FnOnce(&mut Records) -> T) -> Option<T> {
+    fn recorded<T>(&self, call: impl FnOnce(&mut RequestRecords) -> T) -> Option<T> {
         self.records.as_ref().and_then(|records| records.with(call).ok())
     }
 
@@ -591,9 +591,9 @@ impl PyPolicy {
     pub(super) fn session<T>(
         &self,
         group: usize,
-        call: impl FnOnce(&mut Scheduler) -> PyResult<T>,
+        call: impl FnOnce(&mut SchedulerClient) -> PyResult<T>,
     ) -> PyResult<T> {
-        self.rules.enter(|rules| call(rules.session(group)))
+        self.rules.enter_call(|rules| call(rules.session(group)))
     }
 
     /// [`PyPolicy::wait_for`]; `instead` of it once the rules have met an internal error.
@@ -601,7 +601,7 @@ impl PyPolicy {
         &self,
         py: Python<'_>,
         instead: T,
-        call: impl FnMut(&mut Rules<Scheduler>, Instant) -> Result<T, PolicyWait>,
+        call: impl FnMut(&mut Rules<SchedulerClient>, Instant) -> Result<T, PolicyWait>,
     ) -> PyResult<T> {
         self.rules.refuse_forked()?;
         if self.is_out.load(Ordering::Relaxed) {
@@ -614,11 +614,11 @@ impl PyPolicy {
     fn wait_for<T>(
         &self,
         py: Python<'_>,
-        mut call: impl FnMut(&mut Rules<Scheduler>, Instant) -> Result<T, PolicyWait>,
+        mut call: impl FnMut(&mut Rules<SchedulerClient>, Instant) -> Result<T, PolicyWait>,
     ) -> PyResult<T> {
         loop {
             let step = self.rules.with(|rules| {
-                let wait = match call(rules, clock::now()) {
+                let wait = match call(rules, clock::read_clock()) {
                     Ok(done) => return Ok(done),
                     Err(wait) => wait,
                 };
@@ -705,7 +705,7 @@ fn followed(number: i64) -> Option<RequestId> {
 }
 
 /// Takes a request's current numbers.
-fn follow_numbers(rules: &mut Rules<Scheduler>, id: RequestId, numbers: &Numbers<'_>) -> PyResult<()> {
+fn follow_numbers(rules: &mut Rules<SchedulerClient>, id: RequestId, numbers: &Numbers<'_>) -> PyResult<()> {
     let (tokens, computed, preemptions, adapter, keys) = numbers;
     let adapter = match adapter.as_deref() {
         None => Adapter::Absent,
@@ -713,7 +713,7 @@ fn follow_numbers(rules: &mut Rules<Scheduler>, id: RequestId, numbers: &Numbers
         Some(UNDIGESTED) => Adapter::Undigested,
         Some(fold) => Adapter::Fold(bytes16("a fold", fold)?),
     };
-    rules.now(id, Now { tokens: *tokens, computed: *computed, preemptions: *preemptions, adapter });
+    rules.set_now(id, Now { tokens: *tokens, computed: *computed, preemptions: *preemptions, adapter });
     rules.follow_keys(id, keys.len(), |index, key: &mut BlockHash| -> PyResult<()> {
         let item = keys.get_item(index)?;
         Ok(key.set_bytes(item.cast::<PyBytes>()?.as_bytes()).map_err(Failure::from)?)

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use pyo3::prelude::*;
 
-use super::{Guarded, WorkerSession};
+use super::{GuardedSession, WorkerSession};
 use crate::clock;
 use crate::core::layer_waits::LayerWaits;
 use crate::core::plan::Plan;
@@ -14,13 +14,13 @@ use crate::error::ShimError as Failure;
 
 #[derive(Debug)]
 #[pyclass(frozen, name = "RankLoads", module = "pillion._shim")]
-pub(super) struct PyRankLoads(Guarded<RankLoads>);
+pub(super) struct PyRankLoads(GuardedSession<RankLoads>);
 
 #[pymethods]
 impl PyRankLoads {
     #[new]
     fn new(whole: bool) -> Self {
-        Self(Guarded::new(RankLoads::new(whole)))
+        Self(GuardedSession::new(RankLoads::new(whole)))
     }
 
     fn begin_step(&self, step: u64, passed: Vec<u64>) -> PyResult<()> {
@@ -52,10 +52,10 @@ impl PyRankLoads {
         session: &WorkerSession,
         within_us: u64,
     ) -> PyResult<()> {
-        let until = clock::now() + Duration::from_micros(within_us);
+        let until = clock::read_clock() + Duration::from_micros(within_us);
         while self.0.with(|loads| loads.is_loading(group))? {
             let is_ended = self.0.with(|loads| loads.has_ended())?;
-            let left = until.saturating_duration_since(clock::now());
+            let left = until.saturating_duration_since(clock::read_clock());
             let left_us = if is_ended { 0 } else { left.as_micros() as u64 };
             let ends = session.finished(py, left_us)?;
             self.0.with(|loads| {
@@ -87,7 +87,7 @@ impl PyRankLoads {
 #[derive(Debug)]
 #[pyclass(frozen, name = "LayerWaits", module = "pillion._shim")]
 pub(super) struct PyLayerWaits {
-    waits: Guarded<LayerWaits>,
+    waits: GuardedSession<LayerWaits>,
     running_mode: Py<PyAny>,
 }
 
@@ -95,7 +95,7 @@ pub(super) struct PyLayerWaits {
 impl PyLayerWaits {
     #[new]
     fn new(layers: Vec<String>, cut_layers: Vec<usize>, allowed: bool, running_mode: Py<PyAny>) -> Self {
-        Self { waits: Guarded::new(LayerWaits::new(layers, &cut_layers, allowed)), running_mode }
+        Self { waits: GuardedSession::new(LayerWaits::new(layers, &cut_layers, allowed)), running_mode }
     }
 
     fn begin_step(&self) -> PyResult<Vec<usize>> {

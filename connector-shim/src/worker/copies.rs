@@ -15,16 +15,16 @@ use std::time::Duration;
 use copy_engine::EngineMemory;
 use copy_engine::cuda::{CudaError, Gpu, StreamEvent};
 
-use self::fetch::{Fetch, Step};
-use super::link::{Job, Link, settle};
-use super::{Ended, Part};
+use self::fetch::{BlockFetch, FetchStep};
+use super::link::{Job, Link, settle_job};
+use super::{EndedLoad, SlotPart};
 use crate::clock;
 use crate::core::endpoint::Endpoint;
-use crate::core::notices::{Cause, Notices};
+use crate::core::notices::{NoticeCause, Notices};
 use crate::core::plan::Plan;
 use crate::core::worker::link::Batches;
 use crate::core::worker::load::is_whole;
-use crate::core::worker::watch::{Seen, Verdict, Watch};
+use crate::core::worker::watch::{LoadSeen, LoadWatch, WatchVerdict};
 
 /// Time between two looks at loads in progress: a request waits for the end that is seen, and a look takes some microseconds.
 const LOOK: Duration = Duration::from_micros(200);
@@ -33,24 +33,24 @@ const POLL: Duration = Duration::from_micros(20);
 
 /// A load into GPU memory that the thread sees through.
 #[derive(Debug)]
-pub(super) struct Load {
+pub(super) struct WatchedLoad {
     pub(super) job: Job,
     /// Behind everything that used its blocks before.
-    pub(super) reached: Box<dyn Mark>,
+    pub(super) reached: Box<dyn StreamMark>,
     /// The engine's stream waits for it: it must come.
     pub(super) sync: bool,
-    pub(super) watch: Watch,
+    pub(super) watch: LoadWatch,
     /// This process' own copies, once they have begun.
-    pub(super) fetch: Option<Fetch>,
+    pub(super) fetch: Option<BlockFetch>,
 }
 
 /// A place in the engine's stream.
-pub(super) trait Mark: std::fmt::Debug + Send {
+pub(super) trait StreamMark: std::fmt::Debug + Send {
     /// Whether the stream has passed it.
     fn passed(&self) -> Result<bool, CudaError>;
 }
 
-impl Mark for StreamEvent {
+impl StreamMark for StreamEvent {
     fn passed(&self) -> Result<bool, CudaError> {
         self.passed()
     }
@@ -58,20 +58,20 @@ impl Mark for StreamEvent {
 
 /// What the thread is given.
 #[derive(Debug)]
-pub(super) enum Order {
+pub(super) enum CopierOrder {
     Copy(Job),
-    Watch(Box<Load>),
+    Watch(Box<WatchedLoad>),
 }
 
 /// A load that the engine's stream waits for.
 #[derive(Debug)]
-struct Parked {
+struct StreamWait {
     link: Arc<Link>,
     op: u64,
 }
 
 #[derive(Debug, Default)]
-pub(super) struct Counters {
+pub(super) struct RankCounters {
     pub(super) loads: AtomicU64,
     pub(super) blocks_by_engine: AtomicU64,
     pub(super) blocks_by_sidecar: AtomicU64,
@@ -82,44 +82,44 @@ pub(super) struct Counters {
 
 /// What the thread shares with the session.
 #[derive(Debug)]
-pub(super) struct Copies {
+pub(super) struct RankCopies {
     memory: EngineMemory,
     gpu: Option<Arc<Gpu>>,
     /// Where the cuts end that a load arrives in, in bytes of this rank's part of a block.
     cuts: Vec<u64>,
-    part: Part,
+    part: SlotPart,
     notices: Arc<Notices>,
-    pub(super) counters: Counters,
-    progress: Progress,
+    pub(super) counters: RankCounters,
+    progress: CopierProgress,
     /// The session has ended and its GPU's streams are idle: memory and streams are freed, not left to the end of the process.
     frees: AtomicBool,
 }
 
 /// How far the thread is.
 #[derive(Debug, Default)]
-struct Progress {
-    ended: Mutex<Vec<Ended>>,
+struct CopierProgress {
+    ended: Mutex<Vec<EndedLoad>>,
     /// Loads that the thread follows; while there are any, the engine's stream may be parked.
     watched: AtomicUsize,
     /// Bytes of the loads that the thread follows.
     watched_bytes: AtomicU64,
     /// Those of them that the engine's stream waits for.
-    parked: Mutex<Vec<Parked>>,
+    stream_waits: Mutex<Vec<StreamWait>>,
     /// Turns of the thread: one that stands still is held up by the driver.
     turns: AtomicU64,
     /// Marks of loads that ended, to be freed where nothing is parked.
-    spent: Mutex<Vec<Box<dyn Mark>>>,
+    spent: Mutex<Vec<Box<dyn StreamMark>>>,
 }
 
-// === impl Copies ===
+// === impl RankCopies ===
 
-impl Copies {
+impl RankCopies {
     /// For memory of `gpu`, if it is one's, whose loads arrive in cuts that end at `cuts`.
     pub(super) fn new(
         memory: EngineMemory,
         gpu: Option<&Arc<Gpu>>,
         cuts: Vec<u64>,
-        part: Part,
+        part: SlotPart,
         notices: Arc<Notices>,
     ) -> Self {
         let (gpu, (counters, progress)) = (gpu.cloned(), Default::default());
@@ -127,16 +127,16 @@ impl Copies {
     }
 
     /// Starts the thread. It ends once its sender is dropped and all loads have ended.
-    pub(super) fn spawn(self: &Arc<Self>) -> std::io::Result<(Sender<Order>, JoinHandle<()>)> {
+    pub(super) fn spawn(self: &Arc<Self>) -> std::io::Result<(Sender<CopierOrder>, JoinHandle<()>)> {
         let (sender, orders) = channel();
         if self.gpu.is_some() {
             let copies = Arc::downgrade(self);
             let named = std::thread::Builder::new().name("pillion-guard".into());
-            named.spawn(move || guard::watch(&copies))?;
+            named.spawn(move || guard::watch_copies(&copies))?;
         }
         let copies = Arc::clone(self);
         let named = std::thread::Builder::new().name("pillion-copier".into());
-        named.spawn(move || copies.run(&orders)).map(|thread| (sender, thread))
+        named.spawn(move || copies.run_orders(&orders)).map(|thread| (sender, thread))
     }
 
     /// Has the threads and the session free their memory and streams of a GPU at their end. The engine's streams are idle.
@@ -161,18 +161,18 @@ impl Copies {
         // Relaxed: the session's own thread looks at it.
         self.progress.watched.fetch_add(1, Ordering::Relaxed);
         let link = job.link.clone().filter(|_| sync);
-        self.parked().extend(link.map(|link| Parked { link, op: job.plan.op }));
-        let bytes = self.bytes(&job.plan);
+        self.stream_waits().extend(link.map(|link| StreamWait { link, op: job.plan.op }));
+        let bytes = self.plan_bytes(&job.plan);
         self.progress.watched_bytes.fetch_add(bytes, Ordering::Relaxed) + bytes
     }
 
     /// Bytes of this rank's part of a load.
-    pub(super) fn bytes(&self, plan: &Plan) -> u64 {
+    pub(super) fn plan_bytes(&self, plan: &Plan) -> u64 {
         plan.blocks.len() as u64 * self.memory.block_bytes()
     }
 
-    fn parked(&self) -> MutexGuard<'_, Vec<Parked>> {
-        lock(&self.progress.parked)
+    fn stream_waits(&self) -> MutexGuard<'_, Vec<StreamWait>> {
+        lock(&self.progress.stream_waits)
     }
 
     /// Frees the marks of loads that ended; may wait for a parked stream.
@@ -186,17 +186,17 @@ impl Copies {
     }
 
     /// What is to be copied of a job: nothing where no pool can be read, or its blocks are another namespace's.
-    fn begin(&self, job: &Job) -> Fetch {
+    fn begin_fetch(&self, job: &Job) -> BlockFetch {
         match &job.pool {
-            _ if job.refused => Fetch::nothing(job.plan.block_ids()),
-            Some(pool) => Fetch::new(&self.memory, pool, self.part, &job.plan),
+            _ if job.refused => BlockFetch::nothing(job.plan.block_ids()),
+            Some(pool) => BlockFetch::new(&self.memory, pool, self.part, &job.plan),
             None => {
                 self.notices.say(
-                    Cause::Pool,
+                    NoticeCause::Pool,
                     "a load names the pool of a sidecar that this rank has not connected to; \
                      its blocks are computed again",
                 );
-                Fetch::nothing(job.plan.block_ids())
+                BlockFetch::nothing(job.plan.block_ids())
             }
         }
     }
@@ -205,7 +205,7 @@ impl Copies {
     pub(super) fn carry_out(&self, job: &Job) -> Vec<u32> {
         if job.rescue {
             self.note_rescue();
-            settle(job);
+            settle_job(job);
         }
         let failed = self.fetch(job);
         job.report(failed.is_empty());
@@ -214,34 +214,34 @@ impl Copies {
 
     /// Copies a job's blocks, counts them, and returns the failed ones.
     fn fetch(&self, job: &Job) -> Vec<u32> {
-        let mut fetch = self.begin(job);
+        let mut fetch = self.begin_fetch(job);
         loop {
-            match self.step(&mut fetch, job, |_| {}) {
-                Step::Worked => {}
-                Step::Waits => std::thread::sleep(POLL),
-                Step::Done => return self.end_fetch(fetch, job),
+            match self.step_fetch(&mut fetch, job, |_| {}) {
+                FetchStep::Worked => {}
+                FetchStep::Waits => std::thread::sleep(POLL),
+                FetchStep::Done => return self.end_fetch(fetch, job),
             }
         }
     }
 
-    fn step(&self, fetch: &mut Fetch, job: &Job, delivered: impl FnMut(usize)) -> Step {
-        let Some(pool) = &job.pool else { return Step::Done };
+    fn step_fetch(&self, fetch: &mut BlockFetch, job: &Job, delivered: impl FnMut(usize)) -> FetchStep {
+        let Some(pool) = &job.pool else { return FetchStep::Done };
         let stepped = fetch.step(&self.memory, pool, self.part, &self.cuts, delivered);
         stepped
             .unwrap_or_else(|error| end_process(&format!("the GPU failed while a load was copied ({error})")))
     }
 
     /// Counts a job's blocks and returns the failed ones.
-    fn end_fetch(&self, fetch: Fetch, job: &Job) -> Vec<u32> {
-        let failed = fetch.failed();
+    fn end_fetch(&self, fetch: BlockFetch, job: &Job) -> Vec<u32> {
+        let failed = fetch.failed_blocks();
         if !failed.is_empty() && !job.refused && job.pool.is_some() {
             let text = "blocks of a load were no longer in their slots, which were filled again or hold blocks of \
                  another size; they are computed again. If this lasts, raise the sidecar's --lease-ttl";
-            self.notices.say(Cause::Moved, text);
+            self.notices.say(NoticeCause::Moved, text);
         }
         let copied = (job.plan.blocks.len() - failed.len()) as u64;
         self.counters.blocks_by_engine.fetch_add(copied, Ordering::Relaxed);
-        self.count(copied, failed.len() as u64);
+        self.count_load(copied, failed.len() as u64);
         failed
     }
 
@@ -249,33 +249,33 @@ impl Copies {
     pub(super) fn count_sidecar(&self, plan: &Plan) {
         let blocks = plan.blocks.len() as u64;
         self.counters.blocks_by_sidecar.fetch_add(blocks, Ordering::Relaxed);
-        self.count(blocks, 0);
+        self.count_load(blocks, 0);
     }
 
     /// Counts and says that a load is taken away from the sidecar.
     pub(super) fn note_rescue(&self) {
         self.counters.rescues.fetch_add(1, Ordering::Relaxed);
-        self.notices.say(Cause::Rescue, "the engine finished a load that the sidecar did not finish");
+        self.notices.say(NoticeCause::Rescue, "the engine finished a load that the sidecar did not finish");
     }
 
-    fn count(&self, copied: u64, failed: u64) {
+    fn count_load(&self, copied: u64, failed: u64) {
         self.counters.loads.fetch_add(1, Ordering::Relaxed);
         self.counters.blocks_failed.fetch_add(failed, Ordering::Relaxed);
         self.counters.bytes_loaded.fetch_add(copied * self.memory.block_bytes(), Ordering::Relaxed);
     }
 
-    pub(super) fn end(&self, ended: Ended) {
+    pub(super) fn end_load(&self, ended: EndedLoad) {
         lock(&self.progress.ended).push(ended);
     }
 
     /// Asynchronous loads that ended, each once.
-    pub(super) fn take_ended(&self) -> Vec<Ended> {
+    pub(super) fn take_ended(&self) -> Vec<EndedLoad> {
         std::mem::take(&mut *lock(&self.progress.ended))
     }
 
     // --- the thread ---
 
-    fn run(&self, orders: &Receiver<Order>) {
+    fn run_orders(&self, orders: &Receiver<CopierOrder>) {
         let _guard = self.gpu.as_ref().map(|gpu| {
             if let Err(error) = gpu.bind() {
                 end_process(&format!("the watchdog cannot use the GPU ({error})"));
@@ -286,8 +286,10 @@ impl Copies {
         loop {
             self.progress.turns.fetch_add(1, Ordering::Relaxed);
             match next_order(orders, &followed) {
-                Ok(Order::Copy(job)) => self.end(Ended { op: job.plan.op, failed: self.carry_out(&job) }),
-                Ok(Order::Watch(load)) => followed.push(*load),
+                Ok(CopierOrder::Copy(job)) => {
+                    self.end_load(EndedLoad { op: job.plan.op, failed: self.carry_out(&job) })
+                }
+                Ok(CopierOrder::Watch(load)) => followed.push(*load),
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) if followed.is_empty() => return,
                 // The session is over, and a stream may still be parked.
@@ -298,10 +300,10 @@ impl Copies {
     }
 
     /// Looks at every load once, those first that the engine's stream waits for.
-    fn follow_all(&self, followed: &mut Vec<Load>) {
+    fn follow_all(&self, followed: &mut Vec<WatchedLoad>) {
         let mut copied = false;
         for sync in [true, false] {
-            let over = |load: &mut Load| {
+            let over = |load: &mut WatchedLoad| {
                 // One copy at a time where no stream waits for it, and none beside one that is waited for.
                 if load.sync != sync || (copied && !sync) {
                     return false;
@@ -312,8 +314,8 @@ impl Copies {
             };
             for ended in followed.extract_if(.., over) {
                 lock(&self.progress.spent).push(ended.reached);
-                self.parked().retain(|parked| parked.op != ended.job.plan.op);
-                self.progress.watched_bytes.fetch_sub(self.bytes(&ended.job.plan), Ordering::Relaxed);
+                self.stream_waits().retain(|stream_waits| stream_waits.op != ended.job.plan.op);
+                self.progress.watched_bytes.fetch_sub(self.plan_bytes(&ended.job.plan), Ordering::Relaxed);
                 drop(ended.job);
                 // SYNC POINT(watched): release; the link of the load is let go of before.
                 self.progress.watched.fetch_sub(1, Ordering::Release);
@@ -322,7 +324,7 @@ impl Copies {
     }
 
     /// Does what is to be done for a load; whether it is over.
-    fn follow(&self, load: &mut Load) -> bool {
+    fn follow(&self, load: &mut WatchedLoad) -> bool {
         if load.fetch.is_some() {
             return self.advance(load);
         }
@@ -330,15 +332,15 @@ impl Copies {
             Ok(seen) => seen,
             Err(error) => end_process(&format!("the GPU failed while a load was watched ({error})")),
         };
-        match load.watch.next(&seen, clock::now()) {
-            Verdict::Wait => false,
-            Verdict::Whole => {
+        match load.watch.next(&seen, clock::read_clock()) {
+            WatchVerdict::Wait => false,
+            WatchVerdict::Whole => {
                 self.count_sidecar(&load.job.plan);
                 // Where the sidecar said so in the other word, the stream is still to be told.
                 self.conclude(load, Vec::new());
                 true
             }
-            Verdict::TakeBack => {
+            WatchVerdict::TakeBack => {
                 self.note_rescue();
                 if let Some(link) = &load.job.link {
                     link.close_gate(load.job.plan.op);
@@ -346,24 +348,24 @@ impl Copies {
                 load.job.rescue = true;
                 false
             }
-            Verdict::Copy => {
+            WatchVerdict::Copy => {
                 // The engine's stream waits for these bytes, and its session knows already that they count for nothing.
                 load.job.refused &= !load.sync;
-                load.fetch = Some(self.begin(&load.job));
+                load.fetch = Some(self.begin_fetch(&load.job));
                 self.advance(load)
             }
-            Verdict::GiveUp => {
+            WatchVerdict::GiveUp => {
                 end_process("the sidecar may still be writing blocks of a load that this worker revoked")
             }
         }
     }
 
     /// Goes on with this process' copies of a load; whether it is over.
-    fn advance(&self, load: &mut Load) -> bool {
+    fn advance(&self, load: &mut WatchedLoad) -> bool {
         let mut fetch = load.fetch.take().expect("the caller saw it");
         let (op, sync, link) = (load.job.plan.op, load.sync, load.job.link.clone());
         let delivered = |cuts| link.iter().filter(|_| sync).for_each(|link| link.deliver(op, cuts));
-        if self.step(&mut fetch, &load.job, delivered) != Step::Done {
+        if self.step_fetch(&mut fetch, &load.job, delivered) != FetchStep::Done {
             load.fetch = Some(fetch);
             return false;
         }
@@ -375,10 +377,13 @@ impl Copies {
     }
 
     /// Tells whoever waits for a load: the engine's stream, which must not go on without every block, or the session.
-    fn conclude(&self, load: &Load, failed: Vec<u32>) {
+    fn conclude(&self, load: &WatchedLoad, failed: Vec<u32>) {
         let (op, lost) = (load.job.plan.op, failed.len());
         if !load.sync {
-            self.end(Ended { op, failed: if load.job.refused { load.job.plan.block_ids() } else { failed } });
+            self.end_load(EndedLoad {
+                op,
+                failed: if load.job.refused { load.job.plan.block_ids() } else { failed },
+            });
         } else if lost == 0 {
             load.job.link.iter().for_each(|link| link.deliver(op, self.cuts.len()));
         } else {
@@ -392,15 +397,15 @@ fn lock<T>(list: &Mutex<T>) -> MutexGuard<'_, T> {
     list.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-// === impl Load ===
+// === impl WatchedLoad ===
 
-impl Load {
-    fn see(&self, cuts: usize) -> Result<Seen, CudaError> {
+impl WatchedLoad {
+    fn see(&self, cuts: usize) -> Result<LoadSeen, CudaError> {
         let (plan, reached) = (&self.job.plan, self.reached.passed()?);
         let Some(link) = &self.job.link else {
             let batches = Batches { began: 0, ended: 0 };
             let (whole, refused, cuts) = (false, false, 0);
-            return Ok(Seen { reached, whole, refused, broken: true, batches, cuts, gone: true });
+            return Ok(LoadSeen { reached, whole, refused, broken: true, batches, cuts, gone: true });
         };
         let outcome = link.outcome(plan.op);
         let delivered = link.delivered(plan.op);
@@ -408,13 +413,16 @@ impl Load {
         let (batches, gone) = (link.batches(), link.connection.sidecar_is_gone());
         let broken = outcome.is_some() || link.connection.is_lost() || gone;
         let refused = outcome.is_some_and(|outcome| outcome.status.is_refusal());
-        Ok(Seen { reached, whole, refused, broken, batches, cuts: delivered, gone })
+        Ok(LoadSeen { reached, whole, refused, broken, batches, cuts: delivered, gone })
     }
 }
 
 /// The next order; only an idle thread waits for one without end.
-fn next_order(orders: &Receiver<Order>, followed: &[Load]) -> Result<Order, RecvTimeoutError> {
-    let copies = |load: &Load| load.fetch.is_some() || (load.sync && load.watch.is_ours());
+fn next_order(
+    orders: &Receiver<CopierOrder>,
+    followed: &[WatchedLoad],
+) -> Result<CopierOrder, RecvTimeoutError> {
+    let copies = |load: &WatchedLoad| load.fetch.is_some() || (load.sync && load.watch.is_ours());
     match followed {
         [] => orders.recv().map_err(|_| RecvTimeoutError::Disconnected),
         _ => orders.recv_timeout(if followed.iter().any(copies) { POLL } else { LOOK }),

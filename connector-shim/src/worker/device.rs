@@ -6,11 +6,11 @@ use std::time::Instant;
 use copy_engine::cuda::{self, CudaError, DeviceMemory, Exported, Gpu, StreamEvent};
 use shm_protocol::handshake::{self, CudaAllocation, CudaMemory};
 
-use super::copies::Copies;
+use super::copies::RankCopies;
 use super::link::Link;
 use crate::clock;
 use crate::core::worker::watch::SETTLE;
-use crate::error::{ShimError, argument};
+use crate::error::{ShimError, refuse_argument};
 use crate::stream::{EngineStream, Probe};
 
 /// Streams tried for rescue copies: with CUDA's default of 8 hardware queues, 9 of 39 stood behind a parked stream.
@@ -24,7 +24,7 @@ const STREAMS_MAX: usize = 8;
 
 /// The session's view of the engine's stream.
 #[derive(Debug)]
-pub(super) struct Device {
+pub(super) struct StreamDevice {
     gpu: Arc<Gpu>,
     /// Cuts that a load is delivered in.
     cuts: usize,
@@ -33,13 +33,13 @@ pub(super) struct Device {
     /// Connections that ended, kept for what is enqueued and names their words.
     retired: Vec<Retired>,
     /// Every stream that used words so far.
-    streams: Vec<Used>,
+    streams: Vec<UsedStream>,
     waits: u64,
 }
 
 /// A stream, which may be destroyed by now, and a mark behind the last use of words on it. The handle is compared, never used.
 #[derive(Debug)]
-struct Used {
+struct UsedStream {
     handle: u64,
     last: Arc<StreamEvent>,
 }
@@ -60,9 +60,9 @@ struct Retired {
     passed: Option<Vec<Arc<StreamEvent>>>,
 }
 
-// === impl Device ===
+// === impl StreamDevice ===
 
-impl Device {
+impl StreamDevice {
     /// Makes what this process' own copies need, for memory whose storages begin at `pointers`. Unless only this process
     /// copies (`alone`), exports the allocations around them and rewrites the regions to count from their bases. The context
     /// of the GPU is the calling thread's, `stream` the engine's.
@@ -74,7 +74,9 @@ impl Device {
         alone: bool,
     ) -> Result<(Self, DeviceMemory), ShimError> {
         if !cuda::is_present() {
-            return argument("the memory is a GPU's, and libcuda.so.1 or a GPU is missing in this process");
+            return refuse_argument(
+                "the memory is a GPU's, and libcuda.so.1 or a GPU is missing in this process",
+            );
         }
         let gpu = Gpu::of_thread()?;
         let count = cuts.len();
@@ -125,7 +127,7 @@ impl Device {
             Some(used) if Arc::strong_count(&used.last) > 1 => used.last = Arc::new(stream.record()?),
             Some(used) => stream.mark(&used.last)?,
             None if known <= STREAMS_MAX => {
-                self.streams.push(Used { handle: stream.handle(), last: Arc::new(stream.record()?) });
+                self.streams.push(UsedStream { handle: stream.handle(), last: Arc::new(stream.record()?) });
             }
             None => {}
         }
@@ -133,7 +135,7 @@ impl Device {
     }
 
     /// A step begins: the waits of the last one were enqueued.
-    pub(super) fn begin_step(&mut self, copies: &Copies) {
+    pub(super) fn begin_step(&mut self, copies: &RankCopies) {
         self.loads.clear();
         if copies.is_unwatched() {
             copies.free_spent();
@@ -153,11 +155,11 @@ impl Device {
         let ended = self.retired.iter_mut().find(|retired| Arc::ptr_eq(&retired.link, link));
         ended.into_iter().for_each(|retired| retired.passed = None);
         self.loads.push(StepLoad { op, link: Arc::clone(link), waited: 0 });
-        if by_cuts { Ok(()) } else { self.wait(stream, self.cuts) }
+        if by_cuts { Ok(()) } else { self.wait_for_cuts(stream, self.cuts) }
     }
 
     /// Makes the stream wait for the first `cuts` cuts of every sync load of the step.
-    pub(super) fn wait(&mut self, stream: &EngineStream, cuts: usize) -> Result<(), CudaError> {
+    pub(super) fn wait_for_cuts(&mut self, stream: &EngineStream, cuts: usize) -> Result<(), CudaError> {
         let (cuts, before) = (cuts.min(self.cuts), self.waits);
         for load in self.loads.iter_mut().filter(|load| load.waited < cuts) {
             stream.wait_for_load(load.link.connection.words(), load.op, cuts)?;
@@ -169,7 +171,7 @@ impl Device {
 
     /// Keeps an ended connection's words for the streams that may still reach them.
     pub(super) fn retire(&mut self, link: Arc<Link>) {
-        self.retired.push(Retired { link, since: clock::now(), passed: None });
+        self.retired.push(Retired { link, since: clock::read_clock(), passed: None });
     }
 
     /// The ended connection to the sidecar of that epoch, while its stream may still write.
@@ -201,7 +203,7 @@ impl Device {
 impl Retired {
     /// Whether neither side's streams use it. A sidecar that lives ended its copies within a second of the hang-up.
     fn is_over(&self) -> bool {
-        let silent = self.link.connection.sidecar_is_gone() || clock::now() - self.since > SETTLE;
+        let silent = self.link.connection.sidecar_is_gone() || clock::read_clock() - self.since > SETTLE;
         let passed = |marks: &Vec<Arc<StreamEvent>>| marks.iter().all(|mark| mark.passed() == Ok(true));
         silent && self.passed.as_ref().is_some_and(passed)
     }
@@ -216,7 +218,7 @@ fn show(
 ) -> Result<Vec<u64>, ShimError> {
     let exports = pointers.iter().map(|pointer| cuda::export_allocation(*pointer).map_err(ShimError::Export));
     let exports = exports.collect::<Result<Vec<_>, _>>()?;
-    let allocations = place(worker, pointers, &exports)?;
+    let allocations = place_regions(worker, pointers, &exports)?;
     let named = |export: &Exported| CudaAllocation { handle: export.handle, bytes: export.bytes };
     worker.cuda = Some(CudaMemory {
         uuid: gpu.uuid(),
@@ -228,7 +230,7 @@ fn show(
 }
 
 /// Points every region at the allocation it lies in, each listed once, and checks that it lies inside.
-fn place(
+fn place_regions(
     worker: &mut handshake::WorkerHello,
     pointers: &[u64],
     exports: &[Exported],
@@ -247,7 +249,7 @@ fn place(
         (region.fd, region.offset) = (allocation, region.offset.saturating_add(offset));
         let bytes = allocations[allocation as usize].bytes;
         if region.checked_end(worker.blocks).is_none_or(|end| end > bytes) {
-            return argument(format!("region {index} ends outside its allocation of {bytes} bytes"));
+            return refuse_argument(format!("region {index} ends outside its allocation of {bytes} bytes"));
         }
     }
     Ok(allocations)
@@ -310,7 +312,7 @@ mod tests {
     fn storages_in_one_allocation_name_it_once() {
         let mut worker = worker(vec![region(0, 0), region(1, 8), region(2, 0)]);
         let exports = [allocation(0x1000, 4096), allocation(0x9000, 492), allocation(0x1000, 4096)];
-        let placed = place(&mut worker, &[0x1000, 0x9000, 0x1800], &exports).unwrap();
+        let placed = place_regions(&mut worker, &[0x1000, 0x9000, 0x1800], &exports).unwrap();
         assert_eq!(placed.iter().map(|allocation| allocation.base).collect::<Vec<_>>(), [0x1000, 0x9000]);
         let places: Vec<_> = worker.regions.iter().map(|region| (region.fd, region.offset)).collect();
         assert_eq!(places, [(0, 0), (1, 8), (0, 0x800)]);
@@ -322,7 +324,7 @@ mod tests {
             [(0, 484, true), (0, 483, false), (8, 484, false), (u64::MAX, 484, false)]
         {
             let mut worker = worker(vec![region(0, offset)]);
-            let placed = place(&mut worker, &[0x1000], &[allocation(0x1000, bytes)]);
+            let placed = place_regions(&mut worker, &[0x1000], &[allocation(0x1000, bytes)]);
             assert_eq!(placed.is_ok(), fits, "{offset} {bytes}");
         }
     }

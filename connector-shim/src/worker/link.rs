@@ -9,24 +9,24 @@ use copy_engine::cuda::{CudaError, Gpu};
 use crate::clock;
 use crate::connection::Connection;
 use crate::core::worker::{self, link, load};
-use crate::pool::Pool;
-use crate::stream::Words;
+use crate::pool::MappedPool;
+use crate::stream::SessionWords;
 
 use crate::core::worker::watch::SETTLE;
 
 /// Time between two looks meanwhile.
 const SETTLE_POLL: Duration = Duration::from_micros(50);
 
-pub(super) type Session = worker::Session<RankConnection, Arc<Pool>>;
-pub(super) type Link = link::Link<RankConnection>;
-pub(super) type Job = load::Job<RankConnection, Arc<Pool>>;
-pub(super) type Next = load::Next<RankConnection, Arc<Pool>>;
+pub(super) type Session = worker::RankSession<RankConnection, Arc<MappedPool>>;
+pub(super) type Link = link::RankLink<RankConnection>;
+pub(super) type Job = load::LoadJob<RankConnection, Arc<MappedPool>>;
+pub(super) type Next = load::NextLoadStep<RankConnection, Arc<MappedPool>>;
 
 /// A connection, and its words as the GPU's streams reach them.
 #[derive(Debug)]
 pub(super) struct RankConnection {
     connection: Arc<Connection>,
-    words: Option<Words>,
+    words: Option<SessionWords>,
 }
 
 // === impl RankConnection ===
@@ -34,12 +34,12 @@ pub(super) struct RankConnection {
 impl RankConnection {
     /// Shows the words to the GPU that holds the rank's memory, if one does.
     pub(super) fn new(connection: Arc<Connection>, gpu: Option<&Arc<Gpu>>) -> Result<Self, CudaError> {
-        let words = gpu.map(|gpu| Words::new(gpu, &connection.memory)).transpose()?;
+        let words = gpu.map(|gpu| SessionWords::new(gpu, &connection.memory)).transpose()?;
         Ok(Self { connection, words })
     }
 
     /// What streams write and wait on; a rank on a GPU has it on every connection.
-    pub(super) fn words(&self) -> &Words {
+    pub(super) fn words(&self) -> &SessionWords {
         self.words.as_ref().expect("a rank whose memory is a GPU's")
     }
 }
@@ -53,9 +53,9 @@ impl Deref for RankConnection {
 }
 
 /// Host memory: waits until the sidecar writes no block of a load that was taken back.
-pub(super) fn settle(job: &Job) {
-    let deadline = clock::now() + SETTLE;
-    while job.must_settle() && clock::now() < deadline {
+pub(super) fn settle_job(job: &Job) {
+    let deadline = clock::read_clock() + SETTLE;
+    while job.must_settle() && clock::read_clock() < deadline {
         std::thread::sleep(SETTLE_POLL);
     }
 }

@@ -7,12 +7,12 @@ use rustix::fs::{Mode, OFlags};
 use shm_protocol::handshake::{self, Copier};
 use shm_protocol::region::Access;
 
-use super::device::Device;
-use crate::error::{ShimError, argument};
+use super::device::StreamDevice;
+use crate::error::{ShimError, refuse_argument};
 
 /// The memory that a rank's regions name by index.
 #[derive(Debug)]
-pub enum Memory {
+pub enum RegionMemory {
     /// Descriptors, open for reading and writing.
     Host(Vec<OwnedFd>),
     /// Memory of the GPU whose context is the calling thread's.
@@ -28,9 +28,9 @@ pub enum Memory {
 
 /// A rank's memory, ready for copies.
 #[derive(Debug)]
-pub(super) struct Opened {
+pub(super) struct OpenedMemory {
     pub(super) memory: EngineMemory,
-    pub(super) device: Option<Device>,
+    pub(super) device: Option<StreamDevice>,
     /// Where a load's cuts end.
     pub(super) cuts: Vec<u64>,
     /// Where the sidecar does not reach the memory.
@@ -42,23 +42,23 @@ pub(super) struct Opened {
 /// Makes a rank's memory ready, and says in `worker` what is shown of it.
 pub(super) fn open_memory(
     worker: &mut handshake::WorkerHello,
-    memory: Memory,
+    memory: RegionMemory,
     staged: bool,
-) -> Result<Opened, ShimError> {
+) -> Result<OpenedMemory, ShimError> {
     let mut opened = match memory {
-        Memory::Host(descriptors) => {
+        RegionMemory::Host(descriptors) => {
             let sent = descriptors.iter().map(|fd| export(fd, worker.copy)).collect::<Result<_, _>>()?;
             let memory = HostMemory::new(descriptors, &worker.regions, worker.blocks, Access::ReadWrite)?;
             let cuts = vec![memory.block_bytes()];
             let memory = EngineMemory::Host(memory);
-            Opened { memory, device: None, cuts, staging: None, descriptors: sent }
+            OpenedMemory { memory, device: None, cuts, staging: None, descriptors: sent }
         }
-        Memory::Gpu { pointers, cuts, stream } => {
+        RegionMemory::Gpu { pointers, cuts, stream } => {
             // Where saves are staged no cuts are sent, and loads are copied by them all the same.
             worker.check_cuts(&cuts)?;
-            let (device, memory) = Device::new(worker, &pointers, cuts.clone(), stream, staged)?;
+            let (device, memory) = StreamDevice::new(worker, &pointers, cuts.clone(), stream, staged)?;
             let memory = EngineMemory::Cuda(memory);
-            Opened { memory, device: Some(device), cuts, staging: None, descriptors: Vec::new() }
+            OpenedMemory { memory, device: Some(device), cuts, staging: None, descriptors: Vec::new() }
         }
     };
     if staged {
@@ -81,11 +81,11 @@ fn export(descriptor: &impl AsRawFd, copier: Copier) -> Result<OwnedFd, ShimErro
     Ok(opened.map_err(copy_engine::CopyError::from)?)
 }
 
-// === impl Memory ===
+// === impl RegionMemory ===
 
-impl Memory {
+impl RegionMemory {
     /// Memories that regions may name.
-    pub(super) fn count(&self) -> usize {
+    pub(super) fn memory_count(&self) -> usize {
         match self {
             Self::Host(descriptors) => descriptors.len(),
             Self::Gpu { pointers, .. } => pointers.len(),
@@ -100,10 +100,10 @@ impl Memory {
         stream: u64,
     ) -> Result<Self, ShimError> {
         match (descriptors, pointers.is_empty()) {
-            ([], true) => argument("the rank has no memory: pass descriptors or pointers"),
+            ([], true) => refuse_argument("the rank has no memory: pass descriptors or pointers"),
             ([], false) => Ok(Self::Gpu { pointers, cuts, stream }),
             (_, true) => Self::host(descriptors),
-            (_, false) => argument(
+            (_, false) => refuse_argument(
                 "the rank has descriptors and pointers: pass one kind, descriptors of host memory or \
                  pointers into GPU memory",
             ),
@@ -114,7 +114,7 @@ impl Memory {
         let flags = OFlags::RDWR | OFlags::CLOEXEC;
         let duplicate = |fd: &i32| {
             rustix::fs::open(format!("/proc/self/fd/{fd}"), flags, Mode::empty()).or_else(|errno| {
-                argument(format!("descriptor {fd} cannot be opened for reading and writing: {errno}"))
+                refuse_argument(format!("descriptor {fd} cannot be opened for reading and writing: {errno}"))
             })
         };
         Ok(Self::Host(descriptors.iter().map(duplicate).collect::<Result<_, _>>()?))

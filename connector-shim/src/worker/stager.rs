@@ -14,25 +14,25 @@ use shm_protocol::ring::Consumer;
 use shm_protocol::session::{RegionRing, Ring};
 use shm_protocol::wait;
 
-use super::copies::Copies;
+use super::copies::RankCopies;
 use super::link::Link;
-use crate::client::broken;
+use crate::client::describe_breach;
 use crate::core::endpoint::Endpoint;
-use crate::core::notices::{Cause, Notices};
+use crate::core::notices::{NoticeCause, Notices};
 
 /// How long a sleep may be, after which the thread looks whether the sidecar is still there: a dead one wakes nobody.
 const SLEEP: Duration = Duration::from_millis(100);
 
 #[derive(Debug)]
 struct Stager {
-    copies: Arc<Copies>,
+    copies: Arc<RankCopies>,
     staging: Staging,
     notices: Arc<Notices>,
 }
 
 /// Starts the thread, which serves one connection after the other. It ends once its sender is dropped and the last one is lost.
-pub(super) fn spawn(
-    copies: &Arc<Copies>,
+pub(super) fn spawn_stager(
+    copies: &Arc<RankCopies>,
     staging: Staging,
     notices: &Arc<Notices>,
 ) -> std::io::Result<(Sender<Arc<Link>>, JoinHandle<()>)> {
@@ -40,7 +40,7 @@ pub(super) fn spawn(
     let stager = Stager { copies: Arc::clone(copies), staging, notices: Arc::clone(notices) };
     let named = std::thread::Builder::new().name("pillion-stager".into());
     let thread = named.spawn(move || {
-        links.iter().for_each(|link| stager.serve(&link));
+        links.iter().for_each(|link| stager.serve_link(&link));
         if matches!(stager.copies.memory(), EngineMemory::Cuda(_)) && !stager.copies.frees() {
             // The driver may be gone already.
             std::mem::forget(stager);
@@ -53,14 +53,14 @@ pub(super) fn spawn(
 
 impl Stager {
     /// Answers the requests of one connection until it ends.
-    fn serve(&self, link: &Link) {
+    fn serve_link(&self, link: &Link) {
         let region = link.connection.region();
         let mut requests = Consumer::new(link.connection.memory.ring(Ring::Completion));
         while !link.connection.is_lost() {
-            let asked = match self.take(&mut requests) {
+            let asked = match self.take_requests(&mut requests) {
                 Ok(asked) => asked,
                 Err(text) => {
-                    self.notices.say(Cause::Protocol, broken(&text));
+                    self.notices.say(NoticeCause::Protocol, describe_breach(&text));
                     return link.connection.hang_up();
                 }
             };
@@ -74,7 +74,7 @@ impl Stager {
     }
 
     /// Requests that wait, each for a slot of its own.
-    fn take(&self, requests: &mut Consumer<RegionRing>) -> Result<Vec<StageRequest>, String> {
+    fn take_requests(&self, requests: &mut Consumer<RegionRing>) -> Result<Vec<StageRequest>, String> {
         requests.ready().map_err(|error| error.to_string())?;
         let mut asked: Vec<StageRequest> = Vec::new();
         while let Some(stage) = requests.pop().map(|slot| StageRequest::decode_slot(&slot)) {

@@ -4,7 +4,7 @@ use std::os::fd::OwnedFd;
 
 use connector_shim::core::plan::Plan;
 use connector_shim::error::ShimError;
-use connector_shim::worker::{Ended, Memory, Options, Worker};
+use connector_shim::worker::{EndedLoad, RankClient, RegionMemory, WorkerSetup};
 use rustix::fs::MemfdFlags;
 use shm_protocol::handshake::{self, BlockRegion, Copier};
 use shm_protocol::pool::SlotRef;
@@ -54,7 +54,7 @@ fn region(layer: u64) -> BlockRegion {
     BlockRegion { fd: 0, offset, stride: LAYER_BYTES, bytes: LAYER_BYTES }
 }
 
-pub(crate) fn options(peer: &Peer, kv: &Kv, copy: Copier) -> Options {
+pub(crate) fn options(peer: &Peer, kv: &Kv, copy: Copier) -> WorkerSetup {
     let worker = handshake::WorkerHello {
         rank: 0,
         shard: 0,
@@ -65,8 +65,8 @@ pub(crate) fn options(peer: &Peer, kv: &Kv, copy: Copier) -> Options {
         facts: super::facts(),
         ..handshake::WorkerHello::default()
     };
-    let memory = Memory::Host(vec![kv.0.try_clone().unwrap()]);
-    Options {
+    let memory = RegionMemory::Host(vec![kv.0.try_clone().unwrap()]);
+    WorkerSetup {
         socket: peer.socket(),
         engine: "engine".into(),
         world_size: 1,
@@ -77,19 +77,22 @@ pub(crate) fn options(peer: &Peer, kv: &Kv, copy: Copier) -> Options {
     }
 }
 
-pub(crate) fn connected(copy: Copier) -> (Peer, Kv, Worker, Served) {
+pub(crate) fn connected(copy: Copier) -> (Peer, Kv, RankClient, Served) {
     connected_with(copy, |_| ())
 }
 
 /// A worker that is connected to a scripted sidecar, after `change` to the options of [`options`].
-pub(crate) fn connected_with(copy: Copier, change: impl Fn(&mut Options)) -> (Peer, Kv, Worker, Served) {
+pub(crate) fn connected_with(
+    copy: Copier,
+    change: impl Fn(&mut WorkerSetup),
+) -> (Peer, Kv, RankClient, Served) {
     let (peer, kv) = (Peer::new(EPOCH), Kv::new());
     let (worker, served) = session(|| {
         let mut options = options(&peer, &kv, copy);
         change(&mut options);
         let served = peer.serve(BLOCK_BYTES * u64::from(options.worker.shards));
-        let worker = Worker::new(options).unwrap();
-        match worker.connected() {
+        let worker = RankClient::new(options).unwrap();
+        match worker.is_connected() {
             true => Ok((worker, served.join().unwrap())),
             false => Err(format!("{:?}", worker.take_notices())),
         }
@@ -98,15 +101,15 @@ pub(crate) fn connected_with(copy: Copier, change: impl Fn(&mut Options)) -> (Pe
 }
 
 /// Why a worker cannot be made. One that gave up its handshake can, and what it says is no reason.
-pub(crate) fn refusal(options: Options) -> Result<ShimError, String> {
-    match Worker::new(options) {
+pub(crate) fn refusal(options: WorkerSetup) -> Result<ShimError, String> {
+    match RankClient::new(options) {
         Ok(worker) => Err(format!("{:?}", worker.take_notices())),
         Err(error) => Ok(error),
     }
 }
 
 /// Loads that end next, at least `count` of them.
-pub(crate) fn ended(worker: &mut Worker, count: usize) -> Vec<Ended> {
+pub(crate) fn ended(worker: &mut RankClient, count: usize) -> Vec<EndedLoad> {
     let mut ended = Vec::new();
     eventually("end of loads", || {
         ended.extend(worker.finished());

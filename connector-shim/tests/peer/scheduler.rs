@@ -2,17 +2,17 @@
 
 use std::time::Duration;
 
-use connector_shim::scheduler::{Config, LoadWait, Options, Scheduler};
+use connector_shim::scheduler::{LoadWait, SchedulerClient, SchedulerSetup, SessionConfig};
 
 use super::{Peer, Served, session};
 
-pub(crate) fn options(peer: &Peer) -> Options {
-    Options {
+pub(crate) fn options(peer: &Peer) -> SchedulerSetup {
+    SchedulerSetup {
         socket: peer.socket(),
         engine: "engine".into(),
         world_size: 1,
         run: [7; 16],
-        config: Config {
+        config: SessionConfig {
             budget: Duration::from_millis(2),
             by_engine: false,
             early: false,
@@ -28,7 +28,7 @@ pub(crate) fn options(peer: &Peer) -> Options {
     }
 }
 
-pub(crate) fn connected(peer: &Peer, block_bytes: u64) -> (Scheduler, Served) {
+pub(crate) fn connected(peer: &Peer, block_bytes: u64) -> (SchedulerClient, Served) {
     connected_with(peer, block_bytes, |_| ())
 }
 
@@ -36,14 +36,14 @@ pub(crate) fn connected(peer: &Peer, block_bytes: u64) -> (Scheduler, Served) {
 pub(crate) fn connected_with(
     peer: &Peer,
     block_bytes: u64,
-    change: impl Fn(&mut Config),
-) -> (Scheduler, Served) {
+    change: impl Fn(&mut SessionConfig),
+) -> (SchedulerClient, Served) {
     session(|| {
         let mut options = options(peer);
         change(&mut options.config);
         let served = peer.serve(block_bytes);
-        let scheduler = Scheduler::new(options).unwrap();
-        match scheduler.connected() {
+        let scheduler = SchedulerClient::new(options).unwrap();
+        match scheduler.is_connected() {
             true => Ok((scheduler, served.join().unwrap())),
             false => Err(format!("{:?}", scheduler.take_notices())),
         }

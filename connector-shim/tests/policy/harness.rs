@@ -9,7 +9,7 @@ use connector_shim::core::policy::{
     Adapter, Arrival, BegunRequest, Changes, Due, EndedRequest, EnginePolicy, FoundTokens, Machine, Now,
     OpenedStep, PlannedStep, PolicyOptions, PolicyWait, RequestId,
 };
-use connector_shim::core::scheduler::{Config, LoadWait};
+use connector_shim::core::scheduler::{LoadWait, SessionConfig};
 use shm_protocol::key::{Algorithm, BlockHash};
 
 use crate::sidecar::{Host, Saves, Sidecar};
@@ -114,7 +114,7 @@ impl Setup {
     pub(crate) fn engine(self) -> Engine {
         let set = GroupSet::new(self.forms, self.checkpoint);
         let groups = set.forms.len();
-        let config = |form: &GroupForm| Config {
+        let config = |form: &GroupForm| SessionConfig {
             budget: Duration::from_millis(2),
             by_engine: self.machine.by_engine,
             early: false,
@@ -235,7 +235,7 @@ impl Engine {
         self.tell(id);
         let running = self.running.len();
         if self.policy.may_announce(running) {
-            self.policy.announce(id);
+            self.policy.announce_request(id);
         }
         self.serve();
     }
@@ -243,7 +243,7 @@ impl Engine {
     /// Tells the policy the request's present numbers and keys.
     fn tell(&mut self, id: RequestId) {
         let Request { tokens, computed, preemptions, adapter, ref keys, .. } = self.requests[&id];
-        self.policy.now(id, Now { tokens, computed, preemptions, adapter });
+        self.policy.set_now(id, Now { tokens, computed, preemptions, adapter });
         let told = self.policy.follow_keys(id, keys.len(), |index, key| {
             *key = keys[index];
             Ok::<(), ()>(())

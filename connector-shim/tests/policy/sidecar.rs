@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use connector_shim::core::endpoint::Endpoint;
 use connector_shim::core::notices::Notices;
 use connector_shim::core::policy::PolicyWait;
-use connector_shim::core::scheduler::{Asked, Change, Config, Session};
+use connector_shim::core::scheduler::{AskedQuery, BlockChange, EngineSession, SessionConfig};
 use shm_protocol::PROTOCOL_VERSION;
 use shm_protocol::announcement::{Announcement, Located};
 use shm_protocol::key::BlockHash;
@@ -114,7 +114,7 @@ pub(crate) struct Sidecar {
 /// A session, and the sidecar behind it.
 #[derive(Debug)]
 pub(crate) struct Host {
-    session: Session<Rc<Wire>>,
+    session: EngineSession<Rc<Wire>>,
     generation: u64,
     pub(crate) sidecar: Sidecar,
 }
@@ -169,9 +169,9 @@ impl Endpoint for Wire {
 // === impl Host ===
 
 impl Host {
-    pub(crate) fn new(config: Config) -> Self {
+    pub(crate) fn new(config: SessionConfig) -> Self {
         let sidecar = Sidecar::new();
-        let mut session = Session::new(config, Arc::new(Notices::default()));
+        let mut session = EngineSession::new(config, Arc::new(Notices::default()));
         session.attach(Rc::clone(&sidecar.wire));
         Self { session, generation: 1, sidecar }
     }
@@ -199,23 +199,25 @@ impl Host {
     /// The answer awaited by the policy.
     pub(crate) fn wait(&mut self, wait: PolicyWait, now: Instant) -> i64 {
         let asked = match wait {
-            PolicyWait::Answer { op, .. } => Asked::Posted(op),
+            PolicyWait::Answer { op, .. } => AskedQuery::Posted(op),
             PolicyWait::Linger { log, first, count, within, .. } => {
                 let number = log as u32 & (LOGS as u32 - 1);
                 self.sidecar.lingered.push((self.sidecar.numbers[&number], within));
-                self.session.ask(log, first, count, now)
+                self.session.ask_query(log, first, count, now)
             }
         };
         self.serve();
         match asked {
-            Asked::Answered(hits) => hits,
-            Asked::Posted(op) => self.session.look(op, now, now).expect("the sidecar has answered"),
+            AskedQuery::Answered(hits) => hits,
+            AskedQuery::Posted(op) => {
+                self.session.look_for_answer(op, now, now).expect("the sidecar has answered")
+            }
         }
     }
 }
 
 impl Deref for Host {
-    type Target = Session<Rc<Wire>>;
+    type Target = EngineSession<Rc<Wire>>;
 
     fn deref(&self) -> &Self::Target {
         &self.session
@@ -231,17 +233,17 @@ impl DerefMut for Host {
 impl connector_shim::core::policy::host::SessionHost for Host {
     type Connection = Rc<Wire>;
 
-    fn generation(&self) -> u64 {
+    fn connection_count(&self) -> u64 {
         self.generation
     }
 
-    fn refresh(&mut self) {}
+    fn refresh_session(&mut self) {}
 
     fn end_step(&mut self) {
         self.session.end_step().expect("the sidecar keeps to the protocol");
     }
 
-    fn take_changes(&mut self) -> Vec<Change> {
+    fn take_changes(&mut self) -> Vec<BlockChange> {
         self.session.take_changes().0
     }
 }

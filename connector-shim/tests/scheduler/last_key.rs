@@ -18,9 +18,12 @@ fn the_last_kept_key_alone_is_leased_loaded_and_renewed() {
         assert_eq!(scheduler.poll(op), Some(3));
         assert_eq!((query.flags, query.from, query.count), (QUERY_LAST, 0, 4));
         if !is_old {
-            assert!(scheduler.load(log, 1, &[5, 6], 1, false).is_empty(), "the key before it is not leased");
+            assert!(
+                scheduler.post_load(log, 1, &[5, 6], 1, false).is_empty(),
+                "the key before it is not leased"
+            );
         }
-        let loads = scheduler.load(log, 2, &[6], 1, false).len();
+        let loads = scheduler.post_load(log, 2, &[6], 1, false).len();
         let asked = served.drain_kind(Kind::Query);
         let asked: Vec<_> = asked.iter().map(|query| (query.flags, query.from, query.count)).collect();
         // A later key may be kept by now.

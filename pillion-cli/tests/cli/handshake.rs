@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use crate::client::sidecar::Sidecar;
 use crate::client::{BLOCKS, Kv, greet, hello};
-use connector_shim::scheduler::{self, Config, LoadWait, Scheduler};
-use connector_shim::worker::{self, Memory};
+use connector_shim::scheduler::{self, LoadWait, SchedulerClient, SessionConfig};
+use connector_shim::worker::{self, RegionMemory};
 use shm_protocol::handshake::{
     self, BlockRegion, Copier, CudaAllocation, CudaMemory, Hello, HelloDigest, Reply, Role, WorkerHello,
 };
@@ -185,12 +185,12 @@ fn session_says(socket: &Path, kv: &Kv, breach: &Breach) -> String {
     let Hello { engine, world_size, miss_wait_ms, role, .. } = breach.hello.clone();
     let refused = match role {
         Role::Scheduler { run } => {
-            let options = scheduler::Options {
+            let options = scheduler::SchedulerSetup {
                 socket: socket.into(),
                 engine,
                 world_size,
                 run,
-                config: Config {
+                config: SessionConfig {
                     budget: Duration::from_millis(2),
                     by_engine: false,
                     early: false,
@@ -204,17 +204,24 @@ fn session_says(socket: &Path, kv: &Kv, breach: &Breach) -> String {
                 promise_wait_ms: None,
                 groups: None,
             };
-            Scheduler::new(options).err()
+            SchedulerClient::new(options).err()
         }
         Role::Worker(mut worker) => {
             let memory = match worker.cuda.take() {
-                Some(cuda) => Memory::Gpu { pointers: vec![1 << 20], cuts: cuda.cuts, stream: 0 },
-                None => Memory::Host(kv.fds.iter().map(|fd| fd.try_clone().unwrap()).collect()),
+                Some(cuda) => RegionMemory::Gpu { pointers: vec![1 << 20], cuts: cuda.cuts, stream: 0 },
+                None => RegionMemory::Host(kv.fds.iter().map(|fd| fd.try_clone().unwrap()).collect()),
             };
             let socket = socket.into();
-            let options =
-                worker::Options { socket, engine, world_size, worker, memory, staged: false, groups: None };
-            worker::Worker::new(options).err()
+            let options = worker::WorkerSetup {
+                socket,
+                engine,
+                world_size,
+                worker,
+                memory,
+                staged: false,
+                groups: None,
+            };
+            worker::RankClient::new(options).err()
         }
     };
     refused.unwrap_or_else(|| panic!("a session was made in spite of: {}", breach.rule)).to_string()

@@ -9,8 +9,8 @@ use crate::client::{
     BLOCK_BYTES, BLOCKS, Kv, LAYERS, Session, hello, in_time, keys, now, pattern, save, watch,
 };
 use connector_shim::error::ShimError;
-use connector_shim::scheduler::{self, Config, LoadWait, Scheduler};
-use connector_shim::worker::{self, Memory};
+use connector_shim::scheduler::{self, LoadWait, SchedulerClient, SessionConfig};
+use connector_shim::worker::{self, RegionMemory};
 use rustix::fs::MemfdFlags;
 use shm_protocol::handshake::{BlockRegion, Copier, Role, WorkerHello};
 use shm_protocol::key::BlockHash;
@@ -29,8 +29,8 @@ const ANSWERED: Duration = Duration::from_millis(1500);
 
 /// Both roles of a real engine of one rank.
 struct Engine {
-    worker: worker::Worker,
-    scheduler: Scheduler,
+    worker: worker::RankClient,
+    scheduler: SchedulerClient,
     kv: Kv,
 }
 
@@ -42,28 +42,28 @@ impl Engine {
         // have its session at the next handshake.
         let answer = |error| assert!(matches!(error, ShimError::Refused(_)), "{error}");
         let mut worker = watch("a worker's handshake", || {
-            let options = worker::Options {
+            let options = worker::WorkerSetup {
                 socket: socket.clone(),
                 engine: engine.to_owned(),
                 world_size: 1,
                 worker: kv.stated("tiny", 0, 1, Copier::Engine),
-                memory: Memory::Host(kv.fds.iter().map(|fd| fd.try_clone().unwrap()).collect()),
+                memory: RegionMemory::Host(kv.fds.iter().map(|fd| fd.try_clone().unwrap()).collect()),
                 staged: true,
                 groups: None,
             };
-            worker::Worker::new(options).map_err(answer).ok().filter(|worker| worker.connected())
+            worker::RankClient::new(options).map_err(answer).ok().filter(|worker| worker.is_connected())
         });
         worker.join(RUN);
         let budget = Duration::from_secs(5);
         // As in a scheduler without knowledge of ranks that copy for themselves.
         let (by_engine, early) = (false, false);
         let scheduler = watch("a scheduler's handshake", || {
-            let options = scheduler::Options {
+            let options = scheduler::SchedulerSetup {
                 socket: socket.clone(),
                 engine: engine.to_owned(),
                 world_size: 1,
                 run: RUN,
-                config: Config {
+                config: SessionConfig {
                     budget,
                     by_engine,
                     early,
@@ -77,27 +77,27 @@ impl Engine {
                 promise_wait_ms: None,
                 groups: None,
             };
-            Scheduler::new(options).map_err(answer).ok().filter(|scheduler| scheduler.connected())
+            SchedulerClient::new(options).map_err(answer).ok().filter(|scheduler| scheduler.is_connected())
         });
-        assert!(worker.connected() && scheduler.connected());
+        assert!(worker.is_connected() && scheduler.is_connected());
         Self { worker, scheduler, kv }
     }
 
     fn log(&mut self, keys: &[BlockHash]) -> i64 {
-        let log = self.scheduler.open(None);
+        let log = self.scheduler.open_log(None);
         let key =
             |index: u32, key: &mut BlockHash| key.set_bytes(&keys[index as usize].0).map_err(ShimError::from);
-        assert_eq!(self.scheduler.append(log, 0, keys.len() as u32, key).unwrap(), keys.len() as u32);
+        assert_eq!(self.scheduler.append_keys(log, 0, keys.len() as u32, key).unwrap(), keys.len() as u32);
         log
     }
 
     fn save(&mut self, keys: &[BlockHash], blocks: Vec<u32>, step: u64) {
         let log = self.log(keys);
         watch("joined ranks", || (self.scheduler.query(log, 0, 1) == 0).then_some(()));
-        assert!(self.scheduler.save(log, 0, blocks, step, false));
-        self.worker.start(step, 0);
+        assert!(self.scheduler.post_save(log, 0, blocks, step, false));
+        self.worker.start_step(step, 0);
         self.worker.done(step, true, 0);
-        self.scheduler.accept(step);
+        self.scheduler.accept_step(step);
         watch("the end of the save", || {
             self.scheduler.end_step();
             (self.scheduler.saving() == 0).then_some(())
@@ -202,9 +202,9 @@ fn an_engine_saves_and_loads_every_byte_itself() {
     let log = second.log(&keys);
     watch("hits", || (second.scheduler.query(log, 0, 100) == 100).then_some(()));
     let targets: Vec<u32> = (0..100).map(|index| 127 - index).collect();
-    let plan = second.scheduler.load(log, 0, &targets, 1, true).pop().unwrap();
+    let plan = second.scheduler.post_load(log, 0, &targets, 1, true).pop().unwrap();
     assert!(!plan.by_engine());
-    second.worker.start(1, 0);
+    second.worker.start_step(1, 0);
     assert!(second.worker.load_now(plan).is_empty());
     for (target, block) in targets.into_iter().zip(1..) {
         assert!(second.kv.holds(target, block * 3), "block {target}");
@@ -212,7 +212,7 @@ fn an_engine_saves_and_loads_every_byte_itself() {
     assert_eq!(second.worker.stats()["blocks_by_engine"], 100);
     // Its part and its lease have ended: the same blocks are loaded again, later.
     watch("hits", || (second.scheduler.query(log, 0, 2) == 2).then_some(()));
-    let plan = second.scheduler.load(log, 0, &[1, 2], 2, false).pop().unwrap();
+    let plan = second.scheduler.post_load(log, 0, &[1, 2], 2, false).pop().unwrap();
     let op = plan.op;
     second.worker.load_later(plan, 0).unwrap();
     let ended = watch("the load", || second.worker.finished().pop());

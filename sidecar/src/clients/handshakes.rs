@@ -159,7 +159,7 @@ impl Handshakes {
         }
     }
 
-    /// Time at which [`Greeter::expire`] must be called next.
+    /// Time at which [`Handshakes::expire`] must be called next.
     pub fn next_deadline(&self) -> Option<Duration> {
         let first = self.waiting.values().next().map(|greeting| greeting.deadline);
         first.into_iter().chain(self.paused_until).min()

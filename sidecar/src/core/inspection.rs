@@ -9,7 +9,7 @@ use tiers::pool::BlockSum;
 use super::SessionId;
 use crate::compare::{BlockDifference, Layers};
 
-/// Blocks of a save to be inspected; answered by [`super::Event::Inspected`].
+/// Blocks of a save to be inspected; answered by [`super::CoreEvent::Inspected`].
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Inspection {
     /// The save of the blocks: its scheduler's session, and its operation.

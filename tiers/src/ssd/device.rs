@@ -27,7 +27,7 @@ use crate::io::transfer_queue::{Backend, TransferQueue};
 const STOP_MAX: Duration = Duration::from_secs(5);
 
 /// A device at work. Dropping it ends its threads: jobs in flight end first, queued ones as
-/// [`Fault::Stopped`](super::Fault::Stopped).
+/// [`Fault::Stopped`](super::JobFault::Stopped).
 #[derive(Debug)]
 pub struct SsdDevice {
     jobs: Option<Sender<DeviceJob>>,

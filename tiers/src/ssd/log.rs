@@ -257,7 +257,7 @@ impl SegmentLog {
 
 impl SegmentLog {
     /// Takes a place for a committed block in `slot`, and begins its write. The caller keeps the slot as it
-    /// is until [`EndedJob::Written`]. Never waits. Fails as [`LogRefusal`] says.
+    /// is until [`super::EndedJob::Written`]. Never waits. Fails as [`LogRefusal`] says.
     pub fn write_block(
         &mut self,
         key: BlockKey,
@@ -316,7 +316,7 @@ impl SegmentLog {
     }
 
     /// Begins to read a kept block into a slot being filled by the caller. The job owns the slot until
-    /// [`EndedJob::Read`]. The read may use 1 of `parts` of the bytes that may wait for a device. Returns `None`
+    /// [`super::EndedJob::Read`]. The read may use 1 of `parts` of the bytes that may wait for a device. Returns `None`
     /// if the block is not kept (any more), or its device is down or cannot read it in time.
     pub fn read_block(&mut self, now_ms: u64, key: &BlockKey, slot: SlotRef, parts: u64) -> Option<Ticket> {
         self.now_ms = self.now_ms.max(now_ms);

@@ -115,8 +115,7 @@ type Started = (SocketAddr, Arc<dyn Transport>, std::sync::mpsc::Receiver<mesh::
 // === impl Owner ===
 
 impl Owner {
-    /// Returns an owner that serves by the mesh from now on, and by plain sockets while
-    /// [`Owner::serve_plain`] runs.
+    /// Serves by the mesh from now on, and by plain sockets while [`Owner::serve_plain`] runs.
     fn serve_mesh(at: SocketAddr, sizes: BlockSizes) -> Result<Arc<Self>, BenchError> {
         let not_listening = |error: io::Error| {
             BenchError::option(

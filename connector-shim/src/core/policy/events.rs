@@ -9,7 +9,7 @@ use shm_protocol::key::{Algorithm, BlockHash};
 use shm_protocol::source::Source;
 
 use super::requests::RequestId;
-use crate::core::scheduler::Change;
+use crate::core::scheduler::BlockChange;
 
 /// How long an offered block is known by its request: the event of a longer save has the place alone. The host knows its requests for as
 /// long.
@@ -66,7 +66,7 @@ struct Offered {
 
 /// Follows the blocks kept by the sidecar for one cache group. Made where the engine publishes KV events; elsewhere nothing is asked for.
 #[derive(Debug)]
-pub(super) struct Events {
+pub(super) struct BlockEvents {
     algorithm: Option<Algorithm>,
     /// Offers not yet entered in `known`: a saving step should not wait for it.
     fresh: VecDeque<Offer>,
@@ -81,9 +81,9 @@ pub(super) struct Events {
     linger_until: Option<Instant>,
 }
 
-// === impl Events ===
+// === impl BlockEvents ===
 
-impl Events {
+impl BlockEvents {
     pub(super) fn new(algorithm: Option<Algorithm>) -> Self {
         Self {
             algorithm,
@@ -145,7 +145,12 @@ impl Events {
     }
 
     /// The events of these changes; `saving`: a save has not ended.
-    pub(super) fn take_events(&mut self, changes: &[Change], saving: bool, time: Instant) -> Vec<KvEvent> {
+    pub(super) fn take_events(
+        &mut self,
+        changes: &[BlockChange],
+        saving: bool,
+        time: Instant,
+    ) -> Vec<KvEvent> {
         if changes.is_empty() && !saving {
             return Vec::new();
         }
@@ -158,7 +163,7 @@ impl Events {
             return Vec::new();
         }
         self.learn(time);
-        let kind = |change: &Change| (change.stored, change.located.medium != Source::Memory);
+        let kind = |change: &BlockChange| (change.stored, change.located.medium != Source::Memory);
         let groups = changes.chunk_by(|a, b| kind(a) == kind(b));
         groups
             .flat_map(|changes| {
@@ -227,11 +232,11 @@ mod tests {
         BlockHash([number; 32])
     }
 
-    fn change(stored: bool, medium: Source, hash: BlockHash) -> Change {
-        Change { located: Located { medium, group: 0, hash }, stored }
+    fn change(stored: bool, medium: Source, hash: BlockHash) -> BlockChange {
+        BlockChange { located: Located { medium, group: 0, hash }, stored }
     }
 
-    fn stored(numbers: &[u8]) -> Vec<Change> {
+    fn stored(numbers: &[u8]) -> Vec<BlockChange> {
         numbers.iter().map(|number| change(true, Source::Memory, key(*number))).collect()
     }
 
@@ -239,21 +244,21 @@ mod tests {
         KvEvent { on_disk, hashes: numbers.iter().map(|number| key(*number).0.to_vec()).collect(), change }
     }
 
-    fn told() -> (Events, Instant) {
+    fn following() -> (BlockEvents, Instant) {
         #[expect(clippy::disallowed_methods, reason = "where a test's own time begins")]
         let now = Instant::now();
-        (Events::new(Some(Algorithm::Sha256)), now)
+        (BlockEvents::new(Some(Algorithm::Sha256)), now)
     }
 
-    fn offer(told: &mut Events, request: RequestId, first: usize, numbers: &[u8], now: Instant) {
-        told.offered(request, None, first, numbers.iter().map(|number| key(*number)).collect(), now);
+    fn offer(following: &mut BlockEvents, request: RequestId, first: usize, numbers: &[u8], now: Instant) {
+        following.offered(request, None, first, numbers.iter().map(|number| key(*number)).collect(), now);
     }
 
     /// Known blocks come in the order of their request, others by their place alone, and removals in their turn.
     #[test]
     fn blocks_of_a_request_are_told_of_together() {
-        let (mut told, now) = told();
-        offer(&mut told, ONE, 1, &[2, 3, 4, 5], now);
+        let (mut following, now) = following();
+        offer(&mut following, ONE, 1, &[2, 3, 4, 5], now);
         let mut changes = stored(&[4, 9, 2, 3]);
         changes.push(change(true, Source::Disk, key(5)));
         changes.extend([4, 9].map(|number| change(false, Source::Memory, key(number))));
@@ -264,76 +269,76 @@ mod tests {
             event(true, &[5], of_one(4)),
             event(false, &[4, 9], EventChange::Removed),
         ];
-        assert_eq!(told.take_events(&changes, false, now), expected);
-        assert_eq!(told.take_events(&[], false, now), []);
+        assert_eq!(following.take_events(&changes, false, now), expected);
+        assert_eq!(following.take_events(&[], false, now), []);
     }
 
     /// Requests come by their numbers, the order of their arrival.
     #[test]
     fn blocks_of_several_requests_are_told_of_one_request_at_a_time() {
-        let (mut told, now) = told();
-        offer(&mut told, OTHER, 0, &[4, 5], now);
-        offer(&mut told, ONE, 0, &[1, 2, 3], now);
+        let (mut following, now) = following();
+        offer(&mut following, OTHER, 0, &[4, 5], now);
+        offer(&mut following, ONE, 0, &[1, 2, 3], now);
         let of = |request, first| EventChange::Stored { request, first };
         let expected = [
             event(false, &[1], of(ONE, 0)),
             event(false, &[3], of(ONE, 2)),
             event(false, &[4, 5], of(OTHER, 0)),
         ];
-        assert_eq!(told.take_events(&stored(&[5, 3, 4, 1]), false, now), expected);
+        assert_eq!(following.take_events(&stored(&[5, 3, 4, 1]), false, now), expected);
     }
 
     /// The sidecar has them under another key.
     #[test]
     fn blocks_of_an_adapter_are_told_of_by_vllms_hash() {
-        let (mut told, now) = told();
-        told.offered(ONE, Some(FOLD), 0, vec![key(1), key(2)], now);
+        let (mut following, now) = following();
+        following.offered(ONE, Some(FOLD), 0, vec![key(1), key(2)], now);
         let folded = [1, 2].map(|number| key(number).folded(&FOLD));
         let changes = folded.map(|key| change(true, Source::Memory, key));
         let expected = event(false, &[1, 2], EventChange::Stored { request: ONE, first: 0 });
-        assert_eq!(told.take_events(&changes, false, now), [expected]);
+        assert_eq!(following.take_events(&changes, false, now), [expected]);
         let gone = [change(false, Source::Memory, folded[1])];
-        assert_eq!(told.take_events(&gone, false, now), [event(false, &[2], EventChange::Removed)]);
+        assert_eq!(following.take_events(&gone, false, now), [event(false, &[2], EventChange::Removed)]);
     }
 
     /// Its saves have ended by then. A request with a later offer of the same block is known for longer.
     #[test]
     fn a_request_is_forgotten() {
-        let (mut told, mut now) = told();
-        offer(&mut told, ONE, 0, &[1, 2], now);
+        let (mut following, mut now) = following();
+        offer(&mut following, ONE, 0, &[1, 2], now);
         now += KNOWN / 2;
-        offer(&mut told, OTHER, 0, &[1], now);
+        offer(&mut following, OTHER, 0, &[1], now);
         now += KNOWN / 2;
         let expected = [
             event(false, &[1], EventChange::Stored { request: OTHER, first: 0 }),
             event(false, &[2], EventChange::Located),
         ];
-        assert_eq!(told.take_events(&stored(&[1, 2]), false, now), expected);
+        assert_eq!(following.take_events(&stored(&[1, 2]), false, now), expected);
     }
 
     /// It steps on until its saves have ended, and no longer than [`LINGER`] if the sidecar hangs.
     #[test]
     fn an_engine_without_requests_steps_on_for_a_while() {
-        let (mut told, mut now) = told();
-        told.take_events(&[], false, now);
-        assert!(!told.linger(now));
-        told.has_worked = true;
-        told.take_events(&[], true, now);
-        assert!(told.linger(now));
+        let (mut following, mut now) = following();
+        following.take_events(&[], false, now);
+        assert!(!following.linger(now));
+        following.has_worked = true;
+        following.take_events(&[], true, now);
+        assert!(following.linger(now));
         now += LINGER / 2;
-        told.take_events(&[], true, now);
-        assert!(told.linger(now));
+        following.take_events(&[], true, now);
+        assert!(following.linger(now));
         now += LINGER;
-        told.take_events(&[], true, now);
-        assert!(!told.linger(now), "the sidecar hangs");
+        following.take_events(&[], true, now);
+        assert!(!following.linger(now), "the sidecar hangs");
     }
 
     /// An engine with hashes of 16 bytes knows no other part of a key.
     #[test]
     fn blocks_are_told_of_by_hashes_as_long_as_the_engines() {
-        let (_, now) = told();
-        let mut told = Events::new(Some(Algorithm::Xxhash));
-        let events = told.take_events(&stored(&[1]), false, now);
+        let (_, now) = following();
+        let mut following = BlockEvents::new(Some(Algorithm::Xxhash));
+        let events = following.take_events(&stored(&[1]), false, now);
         assert_eq!(events[0].hashes, [[1; 16]]);
     }
 }

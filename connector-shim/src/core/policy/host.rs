@@ -3,19 +3,19 @@
 use std::ops::{Deref, DerefMut};
 
 use crate::core::endpoint::Endpoint;
-use crate::core::scheduler::{Change, Session};
+use crate::core::scheduler::{BlockChange, EngineSession};
 
 /// A session, and the connections under it.
-pub trait SessionHost: DerefMut<Target = Session<Self::Connection>> {
+pub trait SessionHost: DerefMut<Target = EngineSession<Self::Connection>> {
     /// A connection of the session.
     type Connection: Deref<Target: Endpoint>;
 
     /// Connections so far.
-    fn generation(&self) -> u64;
+    fn connection_count(&self) -> u64;
     /// Takes a connection made since.
-    fn refresh(&mut self);
-    /// [`Session::end_step`], and a look whether the sidecar is still there.
+    fn refresh_session(&mut self);
+    /// [`EngineSession::end_step`], and a look whether the sidecar is still there.
     fn end_step(&mut self);
-    /// [`Session::take_changes`].
-    fn take_changes(&mut self) -> Vec<Change>;
+    /// [`EngineSession::take_changes`].
+    fn take_changes(&mut self) -> Vec<BlockChange>;
 }

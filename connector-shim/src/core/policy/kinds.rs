@@ -134,7 +134,7 @@ impl GroupSet {
     }
 
     /// The group with its loads reported as those of the request.
-    pub fn lead(&self) -> usize {
+    pub fn reported_group(&self) -> usize {
         self.groups_of(false).next().unwrap_or(0)
     }
 

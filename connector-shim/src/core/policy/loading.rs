@@ -152,7 +152,7 @@ impl<H: SessionHost> EnginePolicy<H> {
             if self.renewing.take_if(|renewing| *renewing == (group, log)).is_some() {
                 if self.waited == PENDING {
                     // Nobody asks again for blocks not loaded now.
-                    session.release(log);
+                    session.release_lease(log);
                 }
             } else if let Some(op) = session.renew(log, time) {
                 self.renewing = Some((group, log));
@@ -196,7 +196,7 @@ impl<H: SessionHost> EnginePolicy<H> {
         sync: bool,
     ) {
         let session = &mut self.groups[group].session;
-        let plans = session.load(log, first, &blocks, self.next.step, sync);
+        let plans = session.post_load(log, first, &blocks, self.next.step, sync);
         let next = &mut self.next.parts[group];
         if plans.is_empty() {
             next.lost.push(LostLoad { request: id, blocks, sync });
@@ -218,7 +218,7 @@ impl<H: SessionHost> EnginePolicy<H> {
     /// Counts the tokens about to be loaded, by the group with its loads reported as those of the request. As in an engine, tokens of a
     /// preempted request do not count again.
     fn count_hit(&mut self, id: RequestId, (hit, end): (Hit, u32)) {
-        let lead = self.set.lead();
+        let lead = self.set.reported_group();
         let (form, keys) = (self.set.forms[lead], self.set.loaded_keys(lead, hit.first, end));
         let size = form.block_tokens;
         let session = &mut self.groups[lead].session;
@@ -297,7 +297,7 @@ impl<H: SessionHost> EnginePolicy<H> {
                 request.parts.iter().flat_map(|part| &part.loaded).any(|block| blocks.contains(block))
             };
             if hit(request) {
-                request.refuse();
+                request.refuse_loads();
             }
             request.parts.iter_mut().for_each(|part| part.saved = 0);
         }
@@ -317,7 +317,7 @@ impl<H: SessionHost> EnginePolicy<H> {
                 continue;
             }
             any = true;
-            request.refuse();
+            request.refuse_loads();
             request.parts.iter_mut().for_each(|part| part.loading.clear());
         }
         if any {

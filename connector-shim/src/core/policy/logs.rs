@@ -32,7 +32,7 @@ impl FollowedRequest {
 
 impl<H: SessionHost> EnginePolicy<H> {
     /// Brings the request's key log in a group up to date; false while there is none to be had.
-    pub(super) fn append(&mut self, id: RequestId, group: usize) -> bool {
+    pub(super) fn append_keys(&mut self, id: RequestId, group: usize) -> bool {
         let may_promise = self.options.saves && self.may_keep(id);
         let (session, form) = (&mut self.groups[group].session, self.set.forms[group]);
         let Some(request) = self.requests.get_mut(id) else { return false };
@@ -66,10 +66,10 @@ impl<H: SessionHost> EnginePolicy<H> {
         } else if preempted {
             kept = part.go_on(session);
         }
-        if part.generation != Some(session.generation()) {
-            session.refresh();
-            part.log = session.open(part.fold);
-            let generation = session.generation();
+        if part.generation != Some(session.connection_count()) {
+            session.refresh_session();
+            part.log = session.open_log(part.fold);
+            let generation = session.connection_count();
             request.open_log(group, session, generation, may_promise);
             let part = &mut request.parts[group];
             (part.appended, part.saved, part.tailed) = (0, kept, false);
@@ -88,32 +88,33 @@ impl<H: SessionHost> EnginePolicy<H> {
     /// The log of the block of full attention filled by so many tokens of the request, opened if need be, and the place of its key; none
     /// without a key or room.
     pub(super) fn tail_log(&mut self, id: RequestId, group: usize, tokens: u32) -> Option<(i64, u32)> {
-        if !self.append(id, group) {
+        if !self.append_keys(id, group) {
             return None;
         }
         let (session, form) = (&mut self.groups[group].session, self.set.forms[group]);
         let request = self.requests.get_mut(id)?;
         let key = *request.key_at(&form, tokens)?;
         let place = (tokens / form.block_tokens) as usize;
-        let before = place.checked_sub(1).and_then(|before| request.key(&form, before)).copied();
+        let before = place.checked_sub(1).and_then(|before| request.block_key(&form, before)).copied();
         let part = &mut request.parts[group];
-        let known = part.tail.filter(|tail| tail.generation == session.generation() && tail.key == key);
+        let known = part.tail.filter(|tail| tail.generation == session.connection_count() && tail.key == key);
         if let Some(tail) = known {
             return Some((tail.log, tail.place));
         }
         part.close_tail(session);
-        let log = session.open(part.fold);
+        let log = session.open_log(part.fold);
         let set = |_, key: &mut BlockHash| {
             *key = before.expect("it is appended where there is one");
             Ok::<(), ShimError>(())
         };
         let place = u32::from(before.is_some());
-        let has_room = place == 0 || session.append(log, 0, place, set).is_ok_and(|length| length == place);
+        let has_room =
+            place == 0 || session.append_keys(log, 0, place, set).is_ok_and(|length| length == place);
         if !(has_room && session.append_tail(log, &key.0).is_ok_and(|done| done)) {
-            session.close(log, 0);
+            session.close_log(log, 0);
             return None;
         }
-        part.tail = Some(TailLog { log, generation: session.generation(), key, place });
+        part.tail = Some(TailLog { log, generation: session.connection_count(), key, place });
         Some((log, place))
     }
 
@@ -159,7 +160,7 @@ impl FollowedRequest {
             session.await_producer(part.log);
         }
         if promised {
-            session.promise(part.log).expect("the log has no keys yet");
+            session.promise_log(part.log).expect("the log has no keys yet");
         }
     }
 
@@ -171,8 +172,9 @@ impl FollowedRequest {
                 *key = *self.log_key(form, index as usize).expect("counted before");
                 Ok::<(), ShimError>(())
             };
-            let appended =
-                session.append(log, appended, count - appended, key).expect("it begins where the log ends");
+            let appended = session
+                .append_keys(log, appended, count - appended, key)
+                .expect("it begins where the log ends");
             let newest = appended.checked_sub(1).and_then(|last| self.log_key(form, last as usize)).copied();
             let part = &mut self.parts[group];
             (part.appended, part.newest) = (appended, newest.unwrap_or(part.newest));
@@ -194,8 +196,8 @@ impl RequestPart {
     pub(super) fn close_log<H: SessionHost>(&mut self, session: &mut H, way: u32) {
         self.promised = false;
         self.close_tail(session);
-        if self.log >= 0 && self.generation == Some(session.generation()) {
-            session.close(self.log, way);
+        if self.log >= 0 && self.generation == Some(session.connection_count()) {
+            session.close_log(self.log, way);
         }
         self.generation = None;
     }
@@ -203,15 +205,15 @@ impl RequestPart {
     /// Ends the log of a tail, and its lease.
     pub(super) fn close_tail<H: SessionHost>(&mut self, session: &mut H) {
         if let Some(tail) = self.tail.take()
-            && tail.generation == session.generation()
+            && tail.generation == session.connection_count()
         {
-            session.close(tail.log, 0);
+            session.close_log(tail.log, 0);
         }
     }
 
     /// Ends a log to be followed by another one of the same keys. Returns the number of its saved blocks.
     fn go_on<H: SessionHost>(&mut self, session: &mut H) -> usize {
-        let kept = if self.generation == Some(session.generation()) { self.saved } else { 0 };
+        let kept = if self.generation == Some(session.connection_count()) { self.saved } else { 0 };
         self.close_log(session, 0);
         kept
     }

@@ -9,7 +9,7 @@ use super::host::SessionHost;
 use super::kinds::{AskedKeys, GroupKind, ServedTokens};
 use super::requests::{Adapter, Hit, LastAnswer, Now, RequestId};
 use super::{EnginePolicy, PolicyWait};
-use crate::core::scheduler::{Asked, PENDING};
+use crate::core::scheduler::{AskedQuery, PENDING};
 
 /// The most announced requests among those waiting for their turn. Blocks fetched for more of them would push each other out of memory, and
 /// their keys fill the log arena.
@@ -45,7 +45,7 @@ impl<H: SessionHost> EnginePolicy<H> {
     }
 
     /// Tells the sidecar the keys of an arrived request waiting for its turn. Blocks of its prompt outside memory are fetched meanwhile.
-    pub fn announce(&mut self, id: RequestId) {
+    pub fn announce_request(&mut self, id: RequestId) {
         let Some(request) = self.requests.get(id) else { return };
         let fetches = self.options.loads && request.arrival.reads;
         // A promise is made as soon as the request's keys are told.
@@ -58,7 +58,7 @@ impl<H: SessionHost> EnginePolicy<H> {
         let groups: Vec<usize> = self.set.groups_of(true).chain(self.set.groups_of(false)).collect();
         for group in groups {
             let keys = self.set.loaded_keys(group, 0, limit);
-            if !keys.is_empty() && self.append(id, group) && fetches {
+            if !keys.is_empty() && self.append_keys(id, group) && fetches {
                 let log = self.requests.get(id).expect("it was looked up").parts[group].log;
                 self.groups[group].session.hint(log, keys.start, keys.len() as u32);
             }
@@ -77,12 +77,12 @@ impl<H: SessionHost> EnginePolicy<H> {
         time: Instant,
     ) -> Result<FoundTokens, PolicyWait> {
         self.known.retain(|known| known.request == id);
-        let found = self.find(id, computed, alone, time)?;
+        let found = self.find_tokens(id, computed, alone, time)?;
         self.known.clear();
         Ok(found)
     }
 
-    fn find(
+    fn find_tokens(
         &mut self,
         id: RequestId,
         computed: u32,
@@ -120,7 +120,7 @@ impl<H: SessionHost> EnginePolicy<H> {
             }
             ServedTokens::To(end) => {
                 self.requests.get_mut(id).expect("looked up above").tried = None;
-                Ok(self.settle(id, (computed, end, limit), alone))
+                Ok(self.decide_hit(id, (computed, end, limit), alone))
             }
         }
     }
@@ -132,7 +132,7 @@ impl<H: SessionHost> EnginePolicy<H> {
         let most = request.now.tokens.saturating_sub(1);
         let boundary = self.set.floor(most);
         let saved = request.arrival.awaits.unwrap_or(0);
-        if self.set.several() || boundary == most || saved < most || !self.append(id, 0) {
+        if self.set.several() || boundary == most || saved < most || !self.append_keys(id, 0) {
             return boundary;
         }
         // The block of the last token has a key: its tail's, or, if the token fills it, its own.
@@ -186,7 +186,7 @@ impl<H: SessionHost> EnginePolicy<H> {
     }
 
     fn ask_ahead(&mut self, id: RequestId, group: usize, keys: Range<u32>, time: Instant) {
-        if !keys.is_empty() && self.append(id, group) {
+        if !keys.is_empty() && self.append_keys(id, group) {
             let log = self.requests.get(id).expect("it has a log").parts[group].log;
             self.groups[group].session.ask_ahead(log, keys.start, keys.len() as u32, time);
         }
@@ -200,7 +200,7 @@ impl<H: SessionHost> EnginePolicy<H> {
         keys: AskedKeys,
         time: Instant,
     ) -> Result<Option<u32>, PolicyWait> {
-        if !self.append(id, group) {
+        if !self.append_keys(id, group) {
             let request = self.requests.get_mut(id).expect("the caller has it");
             return Ok(if request.adapter_is_near(time) { None } else { Some(0) });
         }
@@ -216,10 +216,10 @@ impl<H: SessionHost> EnginePolicy<H> {
                     (log, place, 1)
                 }
             };
-            let asked = self.groups[group].session.ask(log, first, count, time);
-            let found = if let Asked::Answered(hits) = asked { hits } else { PENDING };
+            let asked = self.groups[group].session.ask_query(log, first, count, time);
+            let found = if let AskedQuery::Answered(hits) = asked { hits } else { PENDING };
             self.known.push(KnownAnswer { request: id, group, keys: keys.clone(), hits: found });
-            if let Asked::Posted(op) = asked {
+            if let AskedQuery::Posted(op) = asked {
                 return Err(PolicyWait::Answer { group, op });
             }
             hits = Some(found);
@@ -248,7 +248,12 @@ impl<H: SessionHost> EnginePolicy<H> {
     }
 
     /// Decides on a hit up to `end`, of `limit`: to load it, to put it off, or to leave it.
-    fn settle(&mut self, id: RequestId, (first, end, limit): (u32, u32, u32), alone: bool) -> FoundTokens {
+    fn decide_hit(
+        &mut self,
+        id: RequestId,
+        (first, end, limit): (u32, u32, u32),
+        alone: bool,
+    ) -> FoundTokens {
         let found = |end: u32, sync: bool| FoundTokens::Tokens(end - first, !sync);
         if self.is_too_much(id, end) {
             // An engine such as vLLM ends a request after a failed load, and knows no other way for a connector to end one.
@@ -325,8 +330,8 @@ impl<H: SessionHost> EnginePolicy<H> {
         let Some(request) = self.requests.get_mut(id) else { return };
         request.answer = LastAnswer::Nothing;
         for (part, group) in request.parts.iter().zip(&mut self.groups) {
-            if part.generation == Some(group.session.generation()) {
-                part.logs().for_each(|log| group.session.release(log));
+            if part.generation == Some(group.session.connection_count()) {
+                part.logs().for_each(|log| group.session.release_lease(log));
             }
         }
     }
@@ -376,7 +381,7 @@ impl<H: SessionHost> EnginePolicy<H> {
     }
 
     /// The engine's current numbers of a request.
-    pub fn now(&mut self, id: RequestId, now: Now) {
+    pub fn set_now(&mut self, id: RequestId, now: Now) {
         if let Some(request) = self.requests.get_mut(id) {
             if now.adapter != Adapter::Undigested {
                 request.undigested_since = None;

@@ -91,13 +91,13 @@ pub(super) struct Pacing {
 // === impl Machine ===
 
 impl Machine {
-    fn blocks(&self, ms: u64) -> u32 {
+    fn blocks_in(&self, ms: u64) -> u32 {
         u32::try_from(ms * BYTES_PER_MS / self.block_bytes.max(1)).unwrap_or(u32::MAX)
     }
 
     fn sync_blocks(&self) -> u32 {
         let by_role = if self.consumer { AUTO_SYNC_CONSUMER_MS } else { AUTO_SYNC_MS };
-        self.blocks(self.sync_ms.unwrap_or(by_role))
+        self.blocks_in(self.sync_ms.unwrap_or(by_role))
     }
 
     /// Blocks of each part of a prompt saved for another engine.
@@ -115,7 +115,7 @@ impl Machine {
     /// The most blocks of another engine's prompt loaded as a whole, not in parts.
     pub fn whole_blocks(&self) -> u32 {
         let waits = self.waits && self.load != LoadMode::Async;
-        if waits { self.blocks(WHOLE_MS).min(self.sync_blocks()) } else { 0 }
+        if waits { self.blocks_in(WHOLE_MS).min(self.sync_blocks()) } else { 0 }
     }
 }
 
@@ -127,7 +127,7 @@ impl Pacing {
             load: machine.load,
             may_wait: machine.waits,
             sync_blocks: machine.sync_blocks(),
-            step_blocks_max: machine.blocks(STEP_COPY_MS),
+            step_blocks_max: machine.blocks_in(STEP_COPY_MS),
             idle: true,
             step_blocks: 0,
             step_tokens: 0,

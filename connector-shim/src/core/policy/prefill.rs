@@ -88,7 +88,7 @@ impl PrefillFit {
             let foreseen = token * tokens + slope * positions;
             time = time.clamp(foreseen / OUTLIER, foreseen * OUTLIER);
         }
-        self.sums.add(tokens, positions, time);
+        self.sums.add_sample(tokens, positions, time);
         self.seen = self.seen.saturating_add(1);
         let (token, slope) = self.line()?;
         PrefillRate::new(token as f32, slope as f32)
@@ -103,7 +103,7 @@ impl PrefillFit {
 // === impl Sums ===
 
 impl Sums {
-    fn add(&mut self, n: f64, p: f64, t: f64) {
+    fn add_sample(&mut self, n: f64, p: f64, t: f64) {
         let news = [1.0, n * n, n * p, p * p, n * t, p * t, t * t];
         let Self { count, nn, np, pp, nt, pt, tt } = self;
         for (sum, new) in [count, nn, np, pp, nt, pt, tt].into_iter().zip(news) {
@@ -151,7 +151,7 @@ mod tests {
 
     impl Machine {
         fn new() -> Self {
-            Self { fit: PrefillFit::default(), now: crate::clock::now(), step: 0, rate: None }
+            Self { fit: PrefillFit::default(), now: crate::clock::read_clock(), step: 0, rate: None }
         }
 
         fn step(&mut self, part: Range<u32>, time: Duration) {
@@ -218,7 +218,7 @@ mod tests {
     #[test]
     fn a_step_in_flight_behind_another_has_the_time_after_it_alone() {
         let mut fit = PrefillFit::default();
-        let (begin, step) = (crate::clock::now(), Duration::from_millis(100));
+        let (begin, step) = (crate::clock::read_clock(), Duration::from_millis(100));
         let part = |number: u32| std::iter::once(0..CHUNK + number);
         fit.schedule_step(1, begin, part(0), false);
         let mut rate = None;

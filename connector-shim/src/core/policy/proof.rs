@@ -89,7 +89,7 @@ impl FilledBlocks {
         self.whole.get(block as usize)?.as_ref()
     }
 
-    fn set(&mut self, block: u32, key: BlockHash) {
+    fn set_key(&mut self, block: u32, key: BlockHash) {
         let at = block as usize;
         if at >= self.whole.len() {
             self.whole.resize(at + 1, None);
@@ -111,7 +111,7 @@ impl FilledBlocks {
     /// A block gets the content of another.
     fn copy(&mut self, from: u32, to: u32) {
         if let Some(key) = self.get(from).copied() {
-            self.set(to, key);
+            self.set_key(to, key);
         }
         if let Some(key) = self.begun.get(&from).copied() {
             self.begun.insert(to, key);
@@ -262,7 +262,7 @@ impl BlockProof {
         let Some(block) = part.blocks.get(place) else { return false };
         let (whole, begun) = (self.keys[group].get(*block), self.keys[group].begun.get(block));
         let tail = request.arrival.tail.as_ref().map(|(_, key)| key);
-        let (own, so_far) = (request.key(form, place), request.key_at(form, tokens));
+        let (own, so_far) = (request.block_key(form, place), request.key_at(form, tokens));
         // A state at the end of the block is not the state at its beginning's end.
         let is_whole = whole.is_some() && form.kind != GroupKind::State && (whole == tail || whole == own);
         is_whole || so_far.is_some() && (whole == so_far || begun == so_far)
@@ -299,7 +299,7 @@ impl BlockProof {
         let form = &self.forms[group];
         let Some(key) = request.key_at(form, end) else { return };
         if form.kind == GroupKind::State {
-            self.keys[group].set(block, *key);
+            self.keys[group].set_key(block, *key);
         } else {
             self.keys[group].begun.insert(block, *key);
         }
@@ -347,7 +347,7 @@ impl BlockProof {
         for (block, key) in full {
             filled += 1;
             if block != NULL_BLOCK {
-                self.keys[group].set(block, *key);
+                self.keys[group].set_key(block, *key);
                 blocks.push(block);
             }
         }
@@ -421,7 +421,7 @@ impl BlockProof {
         for (part, keys) in request.parts.iter_mut().zip(&mut self.keys) {
             for (block, key) in std::mem::take(&mut part.loading) {
                 if !failed.contains(&block) {
-                    keys.set(block, key);
+                    keys.set_key(block, key);
                 }
             }
         }

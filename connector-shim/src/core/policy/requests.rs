@@ -284,13 +284,13 @@ impl FollowedRequest {
     }
 
     /// The key of a group's block.
-    pub(super) fn key(&self, form: &GroupForm, block: usize) -> Option<&BlockHash> {
+    pub(super) fn block_key(&self, form: &GroupForm, block: usize) -> Option<&BlockHash> {
         self.keys.get((block + 1) * form.hashes_each as usize - 1)
     }
 
     /// The keys of a group's blocks `from..end`, as far as there are.
     pub(super) fn keys_of(&self, form: &GroupForm, blocks: Range<usize>) -> impl Iterator<Item = &BlockHash> {
-        blocks.map_while(|block| self.key(form, block))
+        blocks.map_while(|block| self.block_key(form, block))
     }
 
     /// The key of so many tokens, if there is a hash of them.
@@ -328,7 +328,7 @@ impl FollowedRequest {
     }
 
     /// No load of it is tried again.
-    pub(super) fn refuse(&mut self) {
+    pub(super) fn refuse_loads(&mut self) {
         self.refused.get_or_insert(false);
     }
 

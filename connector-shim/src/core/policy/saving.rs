@@ -28,7 +28,7 @@ pub struct Due {
 
 impl<H: SessionHost> EnginePolicy<H> {
     /// Saves the blocks filled by a step, of due requests and of those beginning on blocks. Returns, by group, whether anything was posted.
-    pub(super) fn save(&mut self, due: &[Due], step: u64) -> Vec<bool> {
+    pub(super) fn save_due(&mut self, due: &[Due], step: u64) -> Vec<bool> {
         let mut posted = vec![false; self.groups.len()];
         let computes = !self.proof.stalled && !self.updating;
         let (moved, offered) = (std::mem::take(&mut self.moving), std::mem::take(&mut self.offered));
@@ -102,7 +102,7 @@ impl<H: SessionHost> EnginePolicy<H> {
             self.break_promise(id);
         }
         let waits = checked.as_ref().is_some_and(|checked| full < checked.end as usize);
-        if !(again || new) || waits || !self.append(id, group) || !self.is_home(group) {
+        if !(again || new) || waits || !self.append_keys(id, group) || !self.is_home(group) {
             return false;
         }
         let part = &self.requests.get(id).expect("it has a log").parts[group];
@@ -169,7 +169,7 @@ impl<H: SessionHost> EnginePolicy<H> {
     fn save_state(&mut self, state: &OfferedState, step: u64) -> bool {
         let OfferedState { request, group, block, boundary } = *state;
         let place = boundary / self.set.forms[group].key_tokens - 1;
-        let has_key = self.append(request, group) && self.is_home(group);
+        let has_key = self.append_keys(request, group) && self.is_home(group);
         let part = &self.requests.get(request).expect("it was looked up").parts[group];
         has_key && place < part.appended && self.post_save(request, group, place, vec![block], step)
     }
@@ -184,13 +184,13 @@ impl<H: SessionHost> EnginePolicy<H> {
         let Some(block) = block.filter(|_| has_tail && request.doubt.is_none()) else { return false };
         self.proof.fill_part(id, request, group, (block, end));
         let Some((log, place)) = self.tail_log(id, group, end) else { return false };
-        self.is_home(group) && self.groups[group].session.save(log, place, vec![block], step, false)
+        self.is_home(group) && self.groups[group].session.post_save(log, place, vec![block], step, false)
     }
 
     fn save_checked(&mut self, id: RequestId, group: usize, blocks: Range<u32>, step: u64) -> bool {
         let part = &self.requests.get(id).expect("it has a log").parts[group];
         let ids = part.blocks[blocks.start as usize..blocks.end as usize].to_vec();
-        let posted = self.groups[group].session.save(part.log, blocks.start, ids, step, true);
+        let posted = self.groups[group].session.post_save(part.log, blocks.start, ids, step, true);
         if posted {
             self.check.saved();
         } else {
@@ -209,7 +209,7 @@ impl<H: SessionHost> EnginePolicy<H> {
         let request = self.requests.get(id).expect("it has a log");
         let part = &request.parts[group];
         let places = first as usize..first as usize + blocks.len();
-        let posted = self.groups[group].session.save(part.log, first, blocks, step, false);
+        let posted = self.groups[group].session.post_save(part.log, first, blocks, step, false);
         if let Some(events) = &mut self.groups[group].events {
             let keys = request.log_keys(&self.set.forms[group], places).copied().collect();
             events.offered(id, part.fold, first as usize, keys, self.time);
@@ -278,7 +278,7 @@ impl<H: SessionHost> EnginePolicy<H> {
         }
         for group in &mut self.groups {
             // Also where nothing was posted since the last time: that word may have found no room.
-            group.session.accept(step);
+            group.session.accept_step(step);
         }
     }
 

@@ -7,11 +7,11 @@ use std::collections::HashSet;
 use shm_protocol::announcement::{Announcement, Located};
 
 /// Blocks that others were told of at most, some 300 MB here. What exceeds them is not told of.
-const TOLD_MAX: usize = 1 << 22;
+const ANNOUNCED_MAX: usize = 1 << 22;
 
 /// A block that can be found there now, or can no longer.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub struct Change {
+pub struct BlockChange {
     /// Which block, and where.
     pub located: Located,
     /// Whether it is there.
@@ -22,10 +22,10 @@ pub struct Change {
 pub(super) struct Announced {
     /// How often the sidecar was asked for all blocks; 0: others are told of none.
     pub(super) asked: u64,
-    told: HashSet<Located>,
+    announced: HashSet<Located>,
     /// Blocks announced before the sidecar's last `Begin`, and not announced by the sidecar since.
     doubted: HashSet<Located>,
-    changes: Vec<Change>,
+    changes: Vec<BlockChange>,
 }
 
 // === impl Announced ===
@@ -37,37 +37,37 @@ impl Announced {
     }
 
     /// The sidecar is gone, and with it every block.
-    pub(super) fn end(&mut self) {
-        self.hear(Announcement::Begin);
-        self.hear(Announcement::End);
+    pub(super) fn end_all(&mut self) {
+        self.apply_announcement(Announcement::Begin);
+        self.apply_announcement(Announcement::End);
     }
 
-    pub(super) fn hear(&mut self, announcement: Announcement) {
+    pub(super) fn apply_announcement(&mut self, announcement: Announcement) {
         match announcement {
             Announcement::Stored(located) => {
                 if self.doubted.remove(&located) {
-                    self.told.insert(located);
-                } else if self.told.len() < TOLD_MAX && self.told.insert(located) {
-                    self.changes.push(Change { located, stored: true });
+                    self.announced.insert(located);
+                } else if self.announced.len() < ANNOUNCED_MAX && self.announced.insert(located) {
+                    self.changes.push(BlockChange { located, stored: true });
                 }
             }
             Announcement::Removed(located) => {
-                if self.told.remove(&located) || self.doubted.remove(&located) {
-                    self.changes.push(Change { located, stored: false });
+                if self.announced.remove(&located) || self.doubted.remove(&located) {
+                    self.changes.push(BlockChange { located, stored: false });
                 }
             }
             Announcement::Begin => {
-                let told = std::mem::take(&mut self.told);
-                self.doubted.extend(told);
+                let announced = std::mem::take(&mut self.announced);
+                self.doubted.extend(announced);
             }
             Announcement::End => {
-                let gone = self.doubted.drain().map(|located| Change { located, stored: false });
+                let gone = self.doubted.drain().map(|located| BlockChange { located, stored: false });
                 self.changes.extend(gone);
             }
         }
     }
 
-    pub(super) fn take(&mut self) -> Vec<Change> {
+    pub(super) fn take_changes(&mut self) -> Vec<BlockChange> {
         std::mem::take(&mut self.changes)
     }
 }
@@ -84,12 +84,12 @@ mod tests {
     }
 
     /// What is told of when the sidecar says this, by the blocks' numbers.
-    fn told(announced: &mut Announced, heard: &[Announcement]) -> Vec<(u8, bool)> {
-        heard.iter().for_each(|announcement| announced.hear(*announcement));
-        let mut told: Vec<_> =
-            announced.take().iter().map(|change| (change.located.hash.0[0], change.stored)).collect();
-        told.sort_unstable();
-        told
+    fn changes_after(announced: &mut Announced, announcements: &[Announcement]) -> Vec<(u8, bool)> {
+        announcements.iter().for_each(|announcement| announced.apply_announcement(*announcement));
+        let mut changes: Vec<_> =
+            announced.take_changes().iter().map(|change| (change.located.hash.0[0], change.stored)).collect();
+        changes.sort_unstable();
+        changes
     }
 
     #[test]
@@ -97,28 +97,28 @@ mod tests {
         use Announcement::{Begin, End, Removed, Stored};
         let mut announced = Announced::default();
         let all = [Begin, Stored(block(1)), Stored(block(2)), Stored(block(1)), End];
-        assert_eq!(told(&mut announced, &all), [(1, true), (2, true)]);
+        assert_eq!(changes_after(&mut announced, &all), [(1, true), (2, true)]);
         let changes = [Removed(block(2)), Removed(block(2)), Removed(block(9)), Stored(block(3))];
-        assert_eq!(told(&mut announced, &changes), [(2, false), (3, true)]);
+        assert_eq!(changes_after(&mut announced, &changes), [(2, false), (3, true)]);
         // 1 went and 4 came while nothing was told.
         let anew = [Begin, Stored(block(3)), Stored(block(4)), End];
-        assert_eq!(told(&mut announced, &anew), [(1, false), (4, true)]);
+        assert_eq!(changes_after(&mut announced, &anew), [(1, false), (4, true)]);
         // Began twice, and told of a removal between.
         let twice = [Begin, Stored(block(3)), Begin, Removed(block(4)), Stored(block(3)), End];
-        assert_eq!(told(&mut announced, &twice), [(4, false)]);
-        announced.end();
-        assert_eq!(told(&mut announced, &[]), [(3, false)]);
+        assert_eq!(changes_after(&mut announced, &twice), [(4, false)]);
+        announced.end_all();
+        assert_eq!(changes_after(&mut announced, &[]), [(3, false)]);
     }
 
     #[test]
     fn who_has_forgotten_all_is_told_again() {
         use Announcement::{Begin, End, Removed, Stored};
         let mut announced = Announced::default();
-        assert_eq!(told(&mut announced, &[Begin, Stored(block(1)), Stored(block(2)), End]).len(), 2);
+        assert_eq!(changes_after(&mut announced, &[Begin, Stored(block(1)), Stored(block(2)), End]).len(), 2);
         announced.again();
         // The sidecar has not heard of it yet.
-        assert_eq!(told(&mut announced, &[Removed(block(2)), Stored(block(3))]), [(3, true)]);
+        assert_eq!(changes_after(&mut announced, &[Removed(block(2)), Stored(block(3))]), [(3, true)]);
         let anew = [Begin, Stored(block(1)), Stored(block(3)), End];
-        assert_eq!(told(&mut announced, &anew), [(1, true)]);
+        assert_eq!(changes_after(&mut announced, &anew), [(1, true)]);
     }
 }

@@ -4,13 +4,13 @@ use std::ops::Deref;
 
 use shm_protocol::key::BlockHash;
 
-use super::Session;
+use super::EngineSession;
 use crate::core::endpoint::Endpoint;
 use crate::error::ShimError;
 
-// === impl Session: handovers ===
+// === impl EngineSession: handovers ===
 
-impl<C: Deref<Target: Endpoint>> Session<C> {
+impl<C: Deref<Target: Endpoint>> EngineSession<C> {
     /// Another engine computes the keys of this log, or is about to: its queries are pending until they are here, for as long as the
     /// sidecar finds that worth it. Of no effect where the sidecar does not know of handovers.
     pub fn await_producer(&mut self, handle: i64) {
@@ -29,7 +29,7 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
 
     /// This engine computes the keys of this log, which was just opened, for another one: who awaits them waits until this log is
     /// closed, while this engine works. What is saved of it is handed over.
-    pub fn promise(&mut self, handle: i64) -> Result<(), ShimError> {
+    pub fn promise_log(&mut self, handle: i64) -> Result<(), ShimError> {
         let Some((_, log)) = self.link.as_mut().and_then(|link| link.logs.get(handle)) else { return Ok(()) };
         if log.length > 0 {
             let text = format!(

@@ -14,18 +14,18 @@ use shm_protocol::request::{Append, Load, LogKeys, SchedulerRequest};
 use shm_protocol::ring::Consumer;
 use shm_protocol::session::{RegionRing, Ring};
 
-use super::Counters;
+use super::SchedulerCounters;
 use super::announced::Announced;
 use crate::core::arena::{BlockIds, Chunks};
 use crate::core::endpoint::Endpoint;
-use crate::core::log_table::{Log, LogTable};
+use crate::core::log_table::{LogTable, RequestLog};
 use crate::core::plan::Plan;
 use crate::core::saves::Saves;
 use crate::core::submission::Submission;
 
 /// A query without an answer yet.
 #[derive(Copy, Clone, Debug)]
-pub(super) struct Question {
+pub(super) struct PostedQuery {
     pub(super) log: i64,
     pub(super) from: u32,
     pub(super) count: u32,
@@ -49,7 +49,7 @@ pub(super) struct ClosedLog {
 
 /// All that lives and dies with one connection.
 #[derive(Debug)]
-pub(super) struct Link<C> {
+pub(super) struct SchedulerLink<C> {
     pub(super) connection: C,
     pub(super) submission: Submission,
     pub(super) completions: Consumer<RegionRing>,
@@ -60,7 +60,7 @@ pub(super) struct Link<C> {
     pub(super) saves: Saves,
     /// Steps of posted saves, until the sidecar was told that one of them, or a later one, was accepted.
     pub(super) unaccepted: BTreeSet<u64>,
-    pub(super) questions: HashMap<u64, Question>,
+    pub(super) questions: HashMap<u64, PostedQuery>,
     /// Number of the last WEIGHTS that the sidecar was told.
     pub(super) weights: u64,
     /// Since when every answer was that the ranks have not joined.
@@ -69,9 +69,9 @@ pub(super) struct Link<C> {
     pub(super) unclosed: Vec<ClosedLog>,
 }
 
-// === impl Link ===
+// === impl SchedulerLink ===
 
-impl<C: Deref<Target: Endpoint>> Link<C> {
+impl<C: Deref<Target: Endpoint>> SchedulerLink<C> {
     pub(super) fn new(connection: C, incarnation: u64) -> Self {
         Self {
             submission: Submission::new(connection.memory()),
@@ -135,7 +135,7 @@ impl<C: Deref<Target: Endpoint>> Link<C> {
     /// Posts a load into `blocks`, one for each of its keys, and says where the keys' slots are.
     pub(super) fn post_load(&mut self, handle: i64, load: Load, blocks: &[u32]) -> Plan {
         let (_, log) = self.logs.get(handle).expect("looked up by the caller");
-        let places: Vec<_> = (load.keys.from..load.keys.end()).map(|key| log.place(key)).collect();
+        let places: Vec<_> = (load.keys.from..load.keys.end()).map(|key| log.key_place(key)).collect();
         let slots = places.into_iter().map(|(chunk, index)| self.connection.memory().read_ref(chunk, index));
         let blocks_and_slots = blocks.iter().copied().zip(slots).collect();
         // vLLM counts on the answer to the query by now. A sidecar that is gone, or has no room, breaks no promise: the
@@ -148,7 +148,7 @@ impl<C: Deref<Target: Endpoint>> Link<C> {
 
     /// Tells the sidecar at once that `step` was accepted, if saves of it or of earlier steps wait for that. Without room the next
     /// accepted step is told.
-    pub(super) fn accept(&mut self, step: u64) {
+    pub(super) fn accept_step(&mut self, step: u64) {
         if self.unaccepted.first().is_some_and(|first| *first <= step)
             && self.submission.post(SchedulerRequest::Accept { step }).is_some()
         {
@@ -177,14 +177,17 @@ impl<C: Deref<Target: Endpoint>> Link<C> {
 
     /// Takes the completions; the last one whose blocks differ from what is kept, or may not be. An error: the sidecar broke the
     /// ring.
-    pub(super) fn reap(&mut self, counters: &mut Counters) -> Result<Option<Saved>, String> {
+    pub(super) fn reap_completions(
+        &mut self,
+        counters: &mut SchedulerCounters,
+    ) -> Result<Option<Saved>, String> {
         if self.completions.ready().map_err(|error| error.to_string())? == 0 {
             return Ok(None);
         }
         let mut wrong = None;
         while let Some(slot) = self.completions.pop() {
             let saved = Saved::decode_slot(&slot);
-            if !self.saves.end(saved.op) {
+            if !self.saves.end_save(saved.op) {
                 return Err(format!("it completed save {}, which was not under way", saved.op));
             }
             counters.blocks_committed += u64::from(saved.committed);
@@ -219,7 +222,8 @@ impl<C: Deref<Target: Endpoint>> Link<C> {
             return Ok(());
         }
         while let Some(slot) = self.announcements.pop() {
-            announced.hear(Announcement::decode_slot(&slot).map_err(|error| error.to_string())?);
+            announced
+                .apply_announcement(Announcement::decode_slot(&slot).map_err(|error| error.to_string())?);
         }
         self.announcements.release();
         Ok(())
@@ -248,12 +252,12 @@ impl<C: Deref<Target: Endpoint>> Link<C> {
             let mut append = Append { keys, chunks: [0; APPEND_CHUNKS], promised, tail };
             for (index, chunk) in (first_chunk..(upto as usize).div_ceil(CHUNK_KEYS)).enumerate() {
                 if chunk == log.chunks.len() {
-                    log.chunks.push(self.chunks.take().expect("counted by the caller"));
+                    log.chunks.push(self.chunks.take_chunk().expect("counted by the caller"));
                 }
                 append.chunks[index] = log.chunks[chunk];
             }
             for index in from..upto {
-                let (chunk, place) = log.place(index);
+                let (chunk, place) = log.key_place(index);
                 key(index, &mut hash)?;
                 if let Some(fold) = &fold {
                     hash = hash.folded(fold);
@@ -283,7 +287,7 @@ impl<C: Deref<Target: Endpoint>> Link<C> {
     }
 
     /// The log of a handle that was looked up a moment ago.
-    pub(super) fn log(&mut self, handle: i64) -> &mut Log {
+    pub(super) fn log(&mut self, handle: i64) -> &mut RequestLog {
         self.logs.get(handle).expect("looked up by the caller").1
     }
 }

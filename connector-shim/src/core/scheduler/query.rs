@@ -8,11 +8,11 @@ use shm_protocol::message::{LOAD_ARRIVING, LOAD_BY_ENGINE, LOAD_EARLY, LOAD_SYNC
 use shm_protocol::request::{Load, LoadFlags, LogKeys, Query, SchedulerRequest};
 use shm_protocol::source::Source;
 
-use super::Session;
-use super::link::Question;
+use super::EngineSession;
+use super::link::PostedQuery;
 use crate::core::endpoint::Endpoint;
-use crate::core::log_table::Lease;
-use crate::core::notices::Cause;
+use crate::core::log_table::LogLease;
+use crate::core::notices::NoticeCause;
 use crate::core::plan::Plan;
 
 /// How long a query of an engine whose ranks have not joined is asked again before it counts as a miss. Ranks join in their
@@ -35,31 +35,31 @@ pub const PENDING: i64 = -1;
 
 /// The first half of a query.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub enum Asked {
+pub enum AskedQuery {
     /// Hits, or [`PENDING`].
     Answered(i64),
-    /// Posted: [`Session::look`] for it.
+    /// Posted: [`EngineSession::look_for_answer`] for it.
     Posted(u64),
 }
 
-// === impl Session: queries ===
+// === impl EngineSession: queries ===
 
-impl<C: Deref<Target: Endpoint>> Session<C> {
+impl<C: Deref<Target: Endpoint>> EngineSession<C> {
     /// Asks for the leading hits of keys `start..start + count`: answers what is known, else posts the query.
-    pub fn ask(&mut self, handle: i64, start: u32, count: u32, now: Instant) -> Asked {
+    pub fn ask_query(&mut self, handle: i64, start: u32, count: u32, now: Instant) -> AskedQuery {
         self.counters.queries += 1;
-        let Some(link) = &mut self.link else { return Asked::Answered(0) };
-        let Some((_, log)) = link.logs.get(handle) else { return Asked::Answered(0) };
+        let Some(link) = &mut self.link else { return AskedQuery::Answered(0) };
+        let Some((_, log)) = link.logs.get(handle) else { return AskedQuery::Answered(0) };
         let count = log.askable(start, count);
         if count == 0 {
-            return Asked::Answered(0);
+            return AskedQuery::Answered(0);
         }
         if let Some(lease) = log.lease
             && (lease.from, lease.asked) == (start, count)
             && !lease.is_old(link.connection.lease_ttl(), now)
         {
             self.counters.queries_from_lease += 1;
-            return Asked::Answered(lease.hits.into());
+            return AskedQuery::Answered(lease.hits.into());
         }
         if let Some(op) = log.pending
             && let Some(question) = link.questions.get_mut(&op)
@@ -67,14 +67,16 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
             && self.next_op - op < OPERATIONS as u64
         {
             return match std::mem::take(&mut question.ahead) {
-                true => Asked::Posted(op),
-                false => Asked::Answered(self.answer(op, now).unwrap_or_else(|| self.pend(op, now))),
+                true => AskedQuery::Posted(op),
+                false => {
+                    AskedQuery::Answered(self.take_answer(op, now).unwrap_or_else(|| self.pend(op, now)))
+                }
             };
         }
-        self.post_query(handle, start, count, now).map_or(Asked::Answered(0), Asked::Posted)
+        self.post_query(handle, start, count, now).map_or(AskedQuery::Answered(0), AskedQuery::Posted)
     }
 
-    /// Posts what [`Session::ask`] will be asked for next, unless its answer is known or on its way: the sidecar looks while other
+    /// Posts what [`EngineSession::ask_query`] will be asked for next, unless its answer is known or on its way: the sidecar looks while other
     /// questions are put.
     pub fn ask_ahead(&mut self, handle: i64, start: u32, count: u32, now: Instant) {
         let Some(link) = &mut self.link else { return };
@@ -142,7 +144,7 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
         }
         let heartbeat = (link.heartbeat(), now);
         let question =
-            Question { log: handle, from: start, count, awaits, ahead: false, posted: now, heartbeat };
+            PostedQuery { log: handle, from: start, count, awaits, ahead: false, posted: now, heartbeat };
         link.questions.insert(op, question);
         self.next_op += 1;
         Some(op)
@@ -151,9 +153,9 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
     /// Looks for the answer of a query that has been waited for since `began`. The sidecar's end and that of the step's
     /// budget are a miss. A query that awaits another engine is not waited for but pending: a miss would cost its whole
     /// prompt. `None`: not answered yet.
-    pub fn look(&mut self, op: u64, began: Instant, now: Instant) -> Option<i64> {
+    pub fn look_for_answer(&mut self, op: u64, began: Instant, now: Instant) -> Option<i64> {
         let left = self.left.saturating_sub(now - began);
-        if let Some(hits) = self.answer(op, now) {
+        if let Some(hits) = self.take_answer(op, now) {
             self.left = left;
             return Some(hits);
         }
@@ -179,7 +181,7 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
     }
 
     /// How long all queries of this step together may still be waited for.
-    pub fn left(&self) -> Duration {
+    pub fn budget_left(&self) -> Duration {
         self.left
     }
 
@@ -192,7 +194,7 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
         self.left = Duration::ZERO;
         self.counters.queries_timed_out += 1;
         self.notices.say(
-            Cause::Budget,
+            NoticeCause::Budget,
             format!(
                 "a query was not answered within {} us and counts as a miss; if this lasts, give the sidecar more CPU \
                  or raise pillion.query_timeout_us",
@@ -211,7 +213,7 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
     }
 
     /// Takes the answer of query `op`, if it is there, into its log. A query that is not known (any more) is a miss.
-    pub fn answer(&mut self, op: u64, now: Instant) -> Option<i64> {
+    pub fn take_answer(&mut self, op: u64, now: Instant) -> Option<i64> {
         let Some(link) = &mut self.link else { return Some(0) };
         let Some(question) = link.questions.get(&op).copied() else { return Some(0) };
         let outcome = link.connection.memory().load_outcome(op)?;
@@ -226,7 +228,7 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
             return Some(self.pend(op, now));
         }
         link.questions.remove(&op);
-        let hits = self.settle(op, question, outcome);
+        let hits = self.settle_query(op, question, outcome);
         self.counters.hit_blocks += u64::from(hits);
         Some(hits.into())
     }
@@ -253,16 +255,16 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
         PENDING
     }
 
-    fn settle(&mut self, op: u64, question: Question, outcome: Outcome) -> u32 {
+    fn settle_query(&mut self, op: u64, question: PostedQuery, outcome: Outcome) -> u32 {
         match outcome.status {
             Status::NotReady => self.notices.say(
-                Cause::NotReady,
+                NoticeCause::NotReady,
                 "queries of this engine count as misses, because some of its ranks have not joined: a rank stayed out, \
                  did not state its weights after they may have changed, or the ranks state different facts. Look at \
                  the logs of the workers and of the sidecar",
             ),
             Status::Barred => self.notices.say(
-                Cause::Barred,
+                NoticeCause::Barred,
                 "PILLION STAYS OUT: KV of this engine differs from the kept KV of its namespace, so Pillion is off for it \
                  until its weights change or it restarts, and its saved blocks are removed. Its weights, code or settings \
                  differ under equal facts from those of the engines that saved: find the difference, which the sidecar's \
@@ -279,7 +281,7 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
         };
         let (from, asked, since) = (question.from, question.count, question.posted);
         let first = if self.config.last { (from + hits).saturating_sub(1) } else { from };
-        let lease = Lease { op, from, asked, hits, first, arriving, since };
+        let lease = LogLease { op, from, asked, hits, first, arriving, since };
         log.pending = None;
         log.lease = (hits > 0).then_some(lease);
         hits
@@ -298,14 +300,14 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
         let Some((_, log)) = link.logs.get(handle) else { return blocks };
         let end = start.saturating_add(count);
         if log.lease.is_some_and(|lease| lease.first <= start && end <= lease.from + lease.hits) {
-            for (chunk, index) in (start..end).map(|key| log.place(key)) {
+            for (chunk, index) in (start..end).map(|key| log.key_place(key)) {
                 blocks[link.connection.memory().read_source(chunk, index) as usize] += 1;
             }
         }
         blocks
     }
 
-    /// Whether the log's lease is too old to be relied on, so that [`Session::renew`] is due before a load.
+    /// Whether the log's lease is too old to be relied on, so that [`EngineSession::renew`] is due before a load.
     pub fn must_renew(&mut self, handle: i64, now: Instant) -> bool {
         self.old_lease(handle, now).is_some()
     }
@@ -314,14 +316,14 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
     pub fn renew(&mut self, handle: i64, now: Instant) -> Option<u64> {
         let lease = self.old_lease(handle, now)?;
         let asked = if self.config.last { 1 } else { lease.asked };
-        match self.ask(handle, lease.first, asked, now) {
-            Asked::Posted(op) => Some(op),
-            Asked::Answered(_) => None,
+        match self.ask_query(handle, lease.first, asked, now) {
+            AskedQuery::Posted(op) => Some(op),
+            AskedQuery::Answered(_) => None,
         }
     }
 
     /// The log's lease, if it is old.
-    fn old_lease(&mut self, handle: i64, now: Instant) -> Option<Lease> {
+    fn old_lease(&mut self, handle: i64, now: Instant) -> Option<LogLease> {
         let link = self.link.as_mut()?;
         let ttl = link.connection.lease_ttl();
         link.logs.get(handle)?.1.lease.filter(|lease| lease.is_old(ttl, now))
@@ -330,7 +332,7 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
     /// Posts the load of keys `start..` into `blocks` and returns its plan, also where the sidecar died since the query. Blocks
     /// that are on their way are loaded in parts, each with a plan of its own, which end as soon as their blocks are there.
     /// Empty where no lease covers them: then nothing may be loaded.
-    pub fn load(&mut self, handle: i64, start: u32, blocks: &[u32], step: u64, sync: bool) -> Vec<Plan> {
+    pub fn post_load(&mut self, handle: i64, start: u32, blocks: &[u32], step: u64, sync: bool) -> Vec<Plan> {
         let Some(lease) = self.lease_over(handle, start, blocks.len(), sync) else {
             self.counters.loads_without_lease += 1;
             return Vec::new();
@@ -357,7 +359,7 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
         }
         if lease.arriving {
             // No load has ended it.
-            self.release(handle);
+            self.release_lease(handle);
         }
         let link = self.link.as_mut().expect("it had the lease");
         link.log(handle).lease = None;
@@ -369,7 +371,7 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
 
     /// The log's lease, if it is one for `count` keys from `start` on. A synchronous load is of this very step's answer, which
     /// had half a lease's life left; a renewal that fails would leave a step without blocks that it counts on.
-    fn lease_over(&mut self, handle: i64, start: u32, count: usize, sync: bool) -> Option<Lease> {
+    fn lease_over(&mut self, handle: i64, start: u32, count: usize, sync: bool) -> Option<LogLease> {
         let lease =
             self.link.as_mut()?.logs.get(handle)?.1.lease.filter(|lease| !(sync && lease.arriving))?;
         let count = u32::try_from(count).ok().filter(|count| *count > 0)?;

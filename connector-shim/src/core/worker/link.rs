@@ -20,7 +20,7 @@ const UNREPORTED_MAX: usize = OPERATIONS;
 
 /// A connection as the calling thread and the copier share it.
 #[derive(Debug)]
-pub struct Link<C> {
+pub struct RankLink<C> {
     /// This process' end, which both threads use.
     pub connection: C,
     out: Mutex<Outbox>,
@@ -41,9 +41,9 @@ pub(crate) struct Batches {
     pub(crate) ended: u64,
 }
 
-// === impl Link ===
+// === impl RankLink ===
 
-impl<C: Deref<Target: Endpoint>> Link<C> {
+impl<C: Deref<Target: Endpoint>> RankLink<C> {
     pub(crate) fn new(connection: C) -> Self {
         let submission = Submission::new(connection.memory());
         Self { connection, out: Mutex::new(Outbox { submission, unreported: VecDeque::new() }) }

@@ -19,13 +19,13 @@ const BEGINS_MAX: Duration = LOAD_DEADLINE.saturating_mul(4);
 
 /// How long one load may still take, from what was seen of it.
 #[derive(Clone, Debug)]
-pub(crate) struct Patience {
+pub(crate) struct CopyPatience {
     /// How long it may stand still.
     still: Duration,
     /// How long it may take from its own first cut on, whatever else of its rank moves.
     whole: Duration,
     /// The last progress that was seen, and when it was new.
-    last: Option<(Progress, Instant)>,
+    last: Option<(LoadProgress, Instant)>,
     /// When it was looked at first.
     since: Option<Instant>,
     begun: Option<Instant>,
@@ -33,18 +33,18 @@ pub(crate) struct Patience {
 
 /// What a sidecar has brought. The numbers count nothing: a load moves when they change, and has begun when `cuts` is not 0.
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
-pub(crate) struct Progress {
+pub(crate) struct LoadProgress {
     /// Batches of this rank's loads that ended; blocks on host memory.
     pub(crate) ended: u64,
     /// Cuts of this load that are there.
     pub(crate) cuts: u64,
 }
 
-// === impl Patience ===
+// === impl CopyPatience ===
 
-impl Patience {
+impl CopyPatience {
     /// With a load that has so many bytes in it and ahead of it. Its blocks may be on their way for as long as a query may wait.
-    pub(crate) fn of(plan: &Plan, bytes: u64) -> Self {
+    pub(crate) fn of_plan(plan: &Plan, bytes: u64) -> Self {
         let arrival = Duration::from_millis(u64::from(QUERY_WAIT_MS_MAX));
         Self::new(if plan.arriving() { arrival } else { Duration::ZERO }, bytes)
     }
@@ -57,7 +57,7 @@ impl Patience {
     }
 
     /// Whether it is over, now that so much is there. It begins with the first look.
-    pub(crate) fn is_over(&mut self, progress: Progress, now: Instant) -> bool {
+    pub(crate) fn is_over(&mut self, progress: LoadProgress, now: Instant) -> bool {
         if self.last.is_none_or(|(last, _)| last != progress) {
             self.last = Some((progress, now));
         }
@@ -82,8 +82,9 @@ mod tests {
 
     #[test]
     fn a_load_behind_a_backlog_that_moves_is_not_late() {
-        let (mut patience, now) = (Patience::new(Duration::ZERO, 200_000_000_000), crate::clock::now());
-        let at = |ended| Progress { ended, cuts: 0 };
+        let (mut patience, now) =
+            (CopyPatience::new(Duration::ZERO, 200_000_000_000), crate::clock::read_clock());
+        let at = |ended| LoadProgress { ended, cuts: 0 };
         for turn in 0..100_u32 {
             assert!(!patience.is_over(at(turn.into()), now + (LOAD_DEADLINE - MS) * turn), "turn {turn}");
         }
@@ -95,18 +96,21 @@ mod tests {
     #[test]
     fn a_load_that_has_begun_has_the_time_that_its_bytes_and_those_ahead_of_it_take() {
         let whole = LOAD_DEADLINE + Duration::from_secs(3);
-        let mut patience = Patience::new(Duration::ZERO, 3_000_000_000);
-        let (now, ahead) = (crate::clock::now(), BEGINS_MAX + whole - MS);
-        let behind = |tenth: u32| (Progress { ended: tenth.into(), cuts: 0 }, now + ahead * tenth / 10);
+        let mut patience = CopyPatience::new(Duration::ZERO, 3_000_000_000);
+        let (now, ahead) = (crate::clock::read_clock(), BEGINS_MAX + whole - MS);
+        let behind = |tenth: u32| (LoadProgress { ended: tenth.into(), cuts: 0 }, now + ahead * tenth / 10);
         assert!((0..=10).map(behind).all(|(progress, now)| !patience.is_over(progress, now)));
         let mut another = patience.clone();
-        assert!(another.is_over(Progress { ended: 11, cuts: 0 }, now + ahead + MS), "it never begins");
+        assert!(another.is_over(LoadProgress { ended: 11, cuts: 0 }, now + ahead + MS), "it never begins");
         let begun = now + ahead;
         for tenth in 0..10_u32 {
-            let progress = Progress { ended: 100 + u64::from(tenth), cuts: 1 };
+            let progress = LoadProgress { ended: 100 + u64::from(tenth), cuts: 1 };
             assert!(!patience.is_over(progress, begun + whole * tenth / 10));
         }
-        assert!(!patience.is_over(Progress { ended: 110, cuts: 2 }, begun + whole - MS));
-        assert!(patience.is_over(Progress { ended: 111, cuts: 2 }, begun + whole), "however much else moves");
+        assert!(!patience.is_over(LoadProgress { ended: 110, cuts: 2 }, begun + whole - MS));
+        assert!(
+            patience.is_over(LoadProgress { ended: 111, cuts: 2 }, begun + whole),
+            "however much else moves"
+        );
     }
 }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use shm_protocol::gate::DEVICE_LATENCY;
 
 use super::link::Batches;
-use super::patience::{Patience, Progress};
+use super::patience::{CopyPatience, LoadProgress};
 
 /// How long the end of a copy by the sidecar is waited for once the gate is closed. A copy takes less than a
 /// millisecond, but a runnable thread was seen to wait 3 s for a busy core. On host memory, a sidecar frozen half-way
@@ -19,7 +19,7 @@ pub const SETTLE: Duration = Duration::from_secs(5);
 
 /// Where a load is.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-enum Phase {
+enum WatchPhase {
     /// The engine's stream has not reached it: nobody may write its blocks.
     Ahead,
     /// The sidecar may write.
@@ -34,15 +34,15 @@ enum Phase {
 
 /// A load's progress.
 #[derive(Debug)]
-pub(crate) struct Watch {
-    phase: Phase,
+pub(crate) struct LoadWatch {
+    phase: WatchPhase,
     /// From when the engine's stream has reached it.
-    patience: Patience,
+    patience: CopyPatience,
 }
 
 /// What can be seen of a load.
 #[derive(Copy, Clone, Debug)]
-pub(crate) struct Seen {
+pub(crate) struct LoadSeen {
     /// The engine's stream has reached it.
     pub(crate) reached: bool,
     /// Every byte of it has arrived.
@@ -61,7 +61,7 @@ pub(crate) struct Seen {
 
 /// What is to be done.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(crate) enum Verdict {
+pub(crate) enum WatchVerdict {
     /// Nothing yet.
     Wait,
     /// The sidecar has done it.
@@ -74,67 +74,67 @@ pub(crate) enum Verdict {
     GiveUp,
 }
 
-// === impl Watch ===
+// === impl LoadWatch ===
 
-impl Watch {
+impl LoadWatch {
     /// A load that the sidecar promised.
-    pub(crate) fn promised(patience: Patience) -> Self {
-        Self { phase: Phase::Ahead, patience }
+    pub(crate) fn promised(patience: CopyPatience) -> Self {
+        Self { phase: WatchPhase::Ahead, patience }
     }
 
     /// A load that nobody but this process copies.
     pub(crate) fn ours() -> Self {
-        Self { phase: Phase::Ours, patience: Patience::new(Duration::ZERO, 0) }
+        Self { phase: WatchPhase::Ours, patience: CopyPatience::new(Duration::ZERO, 0) }
     }
 
     /// Whether this process copies it, now or as soon as its blocks are free.
     pub(crate) fn is_ours(&self) -> bool {
-        self.phase == Phase::Ours
+        self.phase == WatchPhase::Ours
     }
 
     /// What to do now. After `Whole` or `Copy` the load needs no more looks.
-    pub(crate) fn next(&mut self, seen: &Seen, now: Instant) -> Verdict {
+    pub(crate) fn next(&mut self, seen: &LoadSeen, now: Instant) -> WatchVerdict {
         match self.phase {
-            Phase::Ahead | Phase::Begun => self.with_sidecar(seen, now),
-            Phase::TakenBack(since) if now.duration_since(since) < DEVICE_LATENCY => Verdict::Wait,
-            Phase::TakenBack(_) => {
+            WatchPhase::Ahead | WatchPhase::Begun => self.with_sidecar(seen, now),
+            WatchPhase::TakenBack(since) if now.duration_since(since) < DEVICE_LATENCY => WatchVerdict::Wait,
+            WatchPhase::TakenBack(_) => {
                 // From here on, not from the closing: this process may have been frozen in between.
-                self.phase = Phase::Settling { since: now, began: seen.batches.began };
+                self.phase = WatchPhase::Settling { since: now, began: seen.batches.began };
                 self.next(seen, now)
             }
-            Phase::Settling { since, began } => {
+            WatchPhase::Settling { since, began } => {
                 // Batches that began later belong to loads whose gate is open.
                 let settled = seen.batches.ended.wrapping_sub(began).cast_signed() >= 0;
                 if settled || seen.gone {
-                    self.phase = Phase::Ours;
+                    self.phase = WatchPhase::Ours;
                     return self.next(seen, now);
                 }
-                if now.duration_since(since) < SETTLE { Verdict::Wait } else { Verdict::GiveUp }
+                if now.duration_since(since) < SETTLE { WatchVerdict::Wait } else { WatchVerdict::GiveUp }
             }
-            Phase::Ours if !seen.reached => Verdict::Wait,
-            Phase::Ours => Verdict::Copy,
+            WatchPhase::Ours if !seen.reached => WatchVerdict::Wait,
+            WatchPhase::Ours => WatchVerdict::Copy,
         }
     }
 
-    fn with_sidecar(&mut self, seen: &Seen, now: Instant) -> Verdict {
+    fn with_sidecar(&mut self, seen: &LoadSeen, now: Instant) -> WatchVerdict {
         if seen.whole {
-            return Verdict::Whole;
+            return WatchVerdict::Whole;
         }
         if seen.refused {
             // There is nothing to take back.
-            self.phase = Phase::Ours;
+            self.phase = WatchPhase::Ours;
             return self.next(seen, now);
         }
-        if self.phase == Phase::Ahead && seen.reached {
-            self.phase = Phase::Begun;
+        if self.phase == WatchPhase::Ahead && seen.reached {
+            self.phase = WatchPhase::Begun;
         }
-        let progress = Progress { ended: seen.batches.ended, cuts: seen.cuts };
-        let late = self.phase == Phase::Begun && self.patience.is_over(progress, now);
+        let progress = LoadProgress { ended: seen.batches.ended, cuts: seen.cuts };
+        let late = self.phase == WatchPhase::Begun && self.patience.is_over(progress, now);
         if !seen.broken && !late {
-            return Verdict::Wait;
+            return WatchVerdict::Wait;
         }
-        self.phase = Phase::TakenBack(now);
-        Verdict::TakeBack
+        self.phase = WatchPhase::TakenBack(now);
+        WatchVerdict::TakeBack
     }
 }
 
@@ -143,7 +143,7 @@ mod tests {
     use super::*;
     use crate::core::worker::patience::LOAD_DEADLINE;
 
-    const NOTHING: Seen = Seen {
+    const NOTHING: LoadSeen = LoadSeen {
         reached: false,
         whole: false,
         refused: false,
@@ -152,108 +152,118 @@ mod tests {
         cuts: 0,
         gone: false,
     };
-    const REACHED: Seen = Seen { reached: true, ..NOTHING };
-    const RUNNING: Seen = Seen { batches: Batches { began: 8, ended: 7 }, ..REACHED };
+    const REACHED: LoadSeen = LoadSeen { reached: true, ..NOTHING };
+    const RUNNING: LoadSeen = LoadSeen { batches: Batches { began: 8, ended: 7 }, ..REACHED };
     const MS: Duration = Duration::from_millis(1);
 
     fn start() -> Instant {
-        crate::clock::now()
+        crate::clock::read_clock()
     }
 
-    fn promised() -> Watch {
-        Watch::promised(Patience::new(Duration::ZERO, 0))
+    fn promised() -> LoadWatch {
+        LoadWatch::promised(CopyPatience::new(Duration::ZERO, 0))
     }
 
     /// A watch whose gate was closed at the instant returned.
-    fn taken_back() -> (Watch, Instant) {
+    fn taken_back() -> (LoadWatch, Instant) {
         let (mut watch, now) = (promised(), start());
-        assert_eq!(watch.next(&Seen { broken: true, ..REACHED }, now), Verdict::TakeBack);
+        assert_eq!(watch.next(&LoadSeen { broken: true, ..REACHED }, now), WatchVerdict::TakeBack);
         (watch, now)
     }
 
     #[test]
     fn a_load_is_left_to_the_sidecar_until_it_is_whole() {
         let (mut watch, now) = (promised(), start());
-        assert_eq!(watch.next(&NOTHING, now), Verdict::Wait);
-        assert_eq!(watch.next(&RUNNING, now + MS), Verdict::Wait);
-        assert_eq!(watch.next(&Seen { whole: true, broken: true, ..RUNNING }, now + 2 * MS), Verdict::Whole);
+        assert_eq!(watch.next(&NOTHING, now), WatchVerdict::Wait);
+        assert_eq!(watch.next(&RUNNING, now + MS), WatchVerdict::Wait);
+        assert_eq!(
+            watch.next(&LoadSeen { whole: true, broken: true, ..RUNNING }, now + 2 * MS),
+            WatchVerdict::Whole
+        );
     }
 
     #[test]
     fn the_deadline_counts_from_when_the_sidecar_could_begin() {
         let (mut watch, now) = (promised(), start());
-        assert_eq!(watch.next(&NOTHING, now), Verdict::Wait);
+        assert_eq!(watch.next(&NOTHING, now), WatchVerdict::Wait);
         let reached = now + 10 * LOAD_DEADLINE;
-        assert_eq!(watch.next(&NOTHING, reached), Verdict::Wait, "the engine was busy before");
-        assert_eq!(watch.next(&REACHED, reached), Verdict::Wait);
-        assert_eq!(watch.next(&REACHED, reached + LOAD_DEADLINE - MS), Verdict::Wait);
-        assert_eq!(watch.next(&REACHED, reached + LOAD_DEADLINE), Verdict::TakeBack);
+        assert_eq!(watch.next(&NOTHING, reached), WatchVerdict::Wait, "the engine was busy before");
+        assert_eq!(watch.next(&REACHED, reached), WatchVerdict::Wait);
+        assert_eq!(watch.next(&REACHED, reached + LOAD_DEADLINE - MS), WatchVerdict::Wait);
+        assert_eq!(watch.next(&REACHED, reached + LOAD_DEADLINE), WatchVerdict::TakeBack);
     }
 
     #[test]
     fn a_load_is_taken_back_once_nothing_moves_any_more() {
         let (mut watch, now) = (promised(), start());
-        let at = |ended| Seen { batches: Batches { began: ended + 1, ended }, ..REACHED };
+        let at = |ended| LoadSeen { batches: Batches { began: ended + 1, ended }, ..REACHED };
         for turn in 0..4_u32 {
-            assert_eq!(watch.next(&at(turn.into()), now + (LOAD_DEADLINE - MS) * turn), Verdict::Wait);
+            assert_eq!(watch.next(&at(turn.into()), now + (LOAD_DEADLINE - MS) * turn), WatchVerdict::Wait);
         }
         let stopped = now + (LOAD_DEADLINE - MS) * 3;
-        assert_eq!(watch.next(&at(3), stopped + LOAD_DEADLINE - MS), Verdict::Wait);
-        assert_eq!(watch.next(&at(3), stopped + LOAD_DEADLINE), Verdict::TakeBack);
+        assert_eq!(watch.next(&at(3), stopped + LOAD_DEADLINE - MS), WatchVerdict::Wait);
+        assert_eq!(watch.next(&at(3), stopped + LOAD_DEADLINE), WatchVerdict::TakeBack);
     }
 
     #[test]
     fn a_late_look_finds_a_whole_load_whole() {
         let (mut watch, now) = (promised(), start());
-        assert_eq!(watch.next(&REACHED, now), Verdict::Wait);
-        assert_eq!(watch.next(&Seen { whole: true, ..REACHED }, now + 9 * LOAD_DEADLINE), Verdict::Whole);
+        assert_eq!(watch.next(&REACHED, now), WatchVerdict::Wait);
+        assert_eq!(
+            watch.next(&LoadSeen { whole: true, ..REACHED }, now + 9 * LOAD_DEADLINE),
+            WatchVerdict::Whole
+        );
     }
 
     #[test]
     fn what_the_sidecar_refuses_is_not_taken_back() {
         let (mut watch, now) = (promised(), start());
-        let refused = Seen { refused: true, broken: true, ..NOTHING };
-        assert_eq!(watch.next(&refused, now), Verdict::Wait, "its blocks are not free yet");
-        assert_eq!(watch.next(&Seen { reached: true, ..refused }, now), Verdict::Copy);
+        let refused = LoadSeen { refused: true, broken: true, ..NOTHING };
+        assert_eq!(watch.next(&refused, now), WatchVerdict::Wait, "its blocks are not free yet");
+        assert_eq!(watch.next(&LoadSeen { reached: true, ..refused }, now), WatchVerdict::Copy);
     }
 
     #[test]
     fn a_batch_that_began_is_awaited_and_a_later_one_is_not() {
         let (mut watch, closed) = taken_back();
-        assert_eq!(watch.next(&REACHED, closed + DEVICE_LATENCY - MS), Verdict::Wait, "its word may be late");
-        assert_eq!(watch.next(&RUNNING, closed + DEVICE_LATENCY), Verdict::Wait);
-        let busy = Seen { batches: Batches { began: 90, ended: 7 }, ..REACHED };
-        assert_eq!(watch.next(&busy, closed + SETTLE), Verdict::Wait);
-        let ended = Seen { batches: Batches { began: 91, ended: 8 }, ..REACHED };
-        assert_eq!(watch.next(&ended, closed + SETTLE), Verdict::Copy);
+        assert_eq!(
+            watch.next(&REACHED, closed + DEVICE_LATENCY - MS),
+            WatchVerdict::Wait,
+            "its word may be late"
+        );
+        assert_eq!(watch.next(&RUNNING, closed + DEVICE_LATENCY), WatchVerdict::Wait);
+        let busy = LoadSeen { batches: Batches { began: 90, ended: 7 }, ..REACHED };
+        assert_eq!(watch.next(&busy, closed + SETTLE), WatchVerdict::Wait);
+        let ended = LoadSeen { batches: Batches { began: 91, ended: 8 }, ..REACHED };
+        assert_eq!(watch.next(&ended, closed + SETTLE), WatchVerdict::Copy);
     }
 
     #[test]
     fn a_batch_of_a_dead_sidecar_is_awaited_no_more() {
         let (mut watch, closed) = taken_back();
         let later = closed + DEVICE_LATENCY;
-        assert_eq!(watch.next(&RUNNING, later), Verdict::Wait);
-        assert_eq!(watch.next(&Seen { gone: true, ..RUNNING }, later), Verdict::Copy);
+        assert_eq!(watch.next(&RUNNING, later), WatchVerdict::Wait);
+        assert_eq!(watch.next(&LoadSeen { gone: true, ..RUNNING }, later), WatchVerdict::Copy);
     }
 
     #[test]
     fn a_batch_that_never_ends_ends_the_process() {
         let (mut watch, closed) = taken_back();
         let looked = closed + 10 * SETTLE;
-        assert_eq!(watch.next(&RUNNING, looked), Verdict::Wait, "this process was frozen meanwhile");
-        assert_eq!(watch.next(&RUNNING, looked + SETTLE - MS), Verdict::Wait);
-        assert_eq!(watch.next(&RUNNING, looked + SETTLE), Verdict::GiveUp);
+        assert_eq!(watch.next(&RUNNING, looked), WatchVerdict::Wait, "this process was frozen meanwhile");
+        assert_eq!(watch.next(&RUNNING, looked + SETTLE - MS), WatchVerdict::Wait);
+        assert_eq!(watch.next(&RUNNING, looked + SETTLE), WatchVerdict::GiveUp);
     }
 
     #[test]
     fn blocks_are_not_touched_before_the_engine_gave_them_up() {
         let (mut watch, now) = (promised(), start());
-        assert_eq!(watch.next(&Seen { broken: true, ..NOTHING }, now), Verdict::TakeBack);
-        let gone = Seen { gone: true, ..NOTHING };
-        assert_eq!(watch.next(&gone, now + 10 * SETTLE), Verdict::Wait);
-        assert_eq!(watch.next(&Seen { reached: true, ..gone }, now + 10 * SETTLE), Verdict::Copy);
-        let mut ours = Watch::ours();
-        assert_eq!(ours.next(&NOTHING, now + 10 * SETTLE), Verdict::Wait);
-        assert_eq!(ours.next(&REACHED, now + 10 * SETTLE), Verdict::Copy);
+        assert_eq!(watch.next(&LoadSeen { broken: true, ..NOTHING }, now), WatchVerdict::TakeBack);
+        let gone = LoadSeen { gone: true, ..NOTHING };
+        assert_eq!(watch.next(&gone, now + 10 * SETTLE), WatchVerdict::Wait);
+        assert_eq!(watch.next(&LoadSeen { reached: true, ..gone }, now + 10 * SETTLE), WatchVerdict::Copy);
+        let mut ours = LoadWatch::ours();
+        assert_eq!(ours.next(&NOTHING, now + 10 * SETTLE), WatchVerdict::Wait);
+        assert_eq!(ours.next(&REACHED, now + 10 * SETTLE), WatchVerdict::Copy);
     }
 }

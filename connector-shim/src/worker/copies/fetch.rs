@@ -8,16 +8,16 @@ use std::collections::VecDeque;
 use copy_engine::{CopyError, EngineMemory};
 use shm_protocol::pool::SlotRef;
 
-use super::Part;
+use super::SlotPart;
 use crate::core::plan::Plan;
-use crate::pool::Pool;
+use crate::pool::MappedPool;
 
 /// Batches of a load under way: one is filled while another moves.
 const FLYING_MAX: usize = 2;
 
 /// What is left of a load.
 #[derive(Debug)]
-pub(in crate::worker) struct Fetch {
+pub(in crate::worker) struct BlockFetch {
     /// Blocks whose slots were whole so far.
     sound: Vec<(u32, SlotRef)>,
     failed: Vec<u32>,
@@ -30,7 +30,7 @@ pub(in crate::worker) struct Fetch {
 
 /// What a step came to.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(super) enum Step {
+pub(super) enum FetchStep {
     /// Something was done, or ended.
     Worked,
     /// Everything at hand is on its way.
@@ -39,14 +39,14 @@ pub(super) enum Step {
     Done,
 }
 
-// === impl Fetch ===
+// === impl BlockFetch ===
 
-impl Fetch {
+impl BlockFetch {
     /// All blocks of a plan, but for those whose slots are not what was promised.
-    pub(super) fn new(memory: &EngineMemory, pool: &Pool, part: Part, plan: &Plan) -> Self {
+    pub(super) fn new(memory: &EngineMemory, pool: &MappedPool, part: SlotPart, plan: &Plan) -> Self {
         let kept = pool.is_whole();
         let whole = |&(block, slot): &(u32, SlotRef)| {
-            kept && memory.holds(block) && pool.verify(slot, part.slot_bytes)
+            kept && memory.holds(block) && pool.verify_slot(slot, part.slot_bytes)
         };
         let (sound, failed): (Vec<_>, Vec<_>) = plan.blocks.iter().copied().partition(whole);
         Self { sound, ..Self::nothing(failed.into_iter().map(|(block, _)| block).collect()) }
@@ -61,11 +61,11 @@ impl Fetch {
     pub(super) fn step(
         &mut self,
         memory: &EngineMemory,
-        pool: &Pool,
-        part: Part,
+        pool: &MappedPool,
+        part: SlotPart,
         cuts: &[u64],
         mut delivered: impl FnMut(usize),
-    ) -> Result<Step, CopyError> {
+    ) -> Result<FetchStep, CopyError> {
         let ended = memory.last_ended()?;
         let mut worked = false;
         while let Some(&(_, whole)) = self.flying.front().filter(|(batch, _)| *batch <= ended) {
@@ -78,28 +78,28 @@ impl Fetch {
         }
         if self.sound.is_empty() || self.cut == cuts.len() {
             if !self.flying.is_empty() {
-                return Ok(if worked { Step::Worked } else { Step::Waits });
+                return Ok(if worked { FetchStep::Worked } else { FetchStep::Waits });
             }
             self.drop_unsound(pool, part);
-            return Ok(Step::Done);
+            return Ok(FetchStep::Done);
         }
         if self.flying.len() == FLYING_MAX {
-            return Ok(if worked { Step::Worked } else { Step::Waits });
+            return Ok(if worked { FetchStep::Worked } else { FetchStep::Waits });
         }
-        self.begin(memory, pool, part, cuts)?;
-        Ok(Step::Worked)
+        self.begin_batch(memory, pool, part, cuts)?;
+        Ok(FetchStep::Worked)
     }
 
     /// Blocks that are not what was asked for.
-    pub(super) fn failed(self) -> Vec<u32> {
+    pub(super) fn failed_blocks(self) -> Vec<u32> {
         self.failed
     }
 
-    fn begin(
+    fn begin_batch(
         &mut self,
         memory: &EngineMemory,
-        pool: &Pool,
-        part: Part,
+        pool: &MappedPool,
+        part: SlotPart,
         cuts: &[u64],
     ) -> Result<(), CopyError> {
         let start = self.cut.checked_sub(1).map_or(0, |before| cuts[before]);
@@ -122,14 +122,15 @@ impl Fetch {
         Ok(())
     }
 
-    fn is_sound(&self, pool: &Pool, part: Part) -> bool {
-        let verified = |(_, slot): &(u32, SlotRef)| pool.verify(*slot, part.slot_bytes);
+    fn is_sound(&self, pool: &MappedPool, part: SlotPart) -> bool {
+        let verified = |(_, slot): &(u32, SlotRef)| pool.verify_slot(*slot, part.slot_bytes);
         self.failed.is_empty() && self.sound.iter().all(verified) && pool.is_whole()
     }
 
-    fn drop_unsound(&mut self, pool: &Pool, part: Part) {
+    fn drop_unsound(&mut self, pool: &MappedPool, part: SlotPart) {
         let kept = pool.is_whole();
-        let unsound = self.sound.extract_if(.., |(_, slot)| !kept || !pool.verify(*slot, part.slot_bytes));
+        let unsound =
+            self.sound.extract_if(.., |(_, slot)| !kept || !pool.verify_slot(*slot, part.slot_bytes));
         self.failed.extend(unsound.map(|(block, _)| block));
     }
 }

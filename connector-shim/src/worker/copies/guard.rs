@@ -8,7 +8,7 @@ use std::sync::Weak;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use super::{Copies, Parked, end_process};
+use super::{RankCopies, StreamWait, end_process};
 
 /// Time between two looks.
 const LOOK: Duration = Duration::from_secs(1);
@@ -18,27 +18,27 @@ const LOOKS_MAX: u32 = 30;
 
 /// What the looks so far have come to.
 #[derive(Debug, Default)]
-struct Seen {
+struct SeenTurns {
     turns: u64,
     looks: u32,
 }
 
-// === impl Seen ===
+// === impl SeenTurns ===
 
-impl Seen {
+impl SeenTurns {
     /// Takes a look; whether a parked stream waits for a watchdog that does not come back.
-    fn look(&mut self, turns: u64, parked: bool) -> bool {
+    fn take_look(&mut self, turns: u64, may_wait: bool) -> bool {
         let moved = std::mem::replace(&mut self.turns, turns) != turns;
-        self.looks = if moved || !parked { 0 } else { self.looks + 1 };
+        self.looks = if moved || !may_wait { 0 } else { self.looks + 1 };
         self.looks >= LOOKS_MAX
     }
 }
 
 /// Looks at the watchdog of `copies` until that ends.
-pub(super) fn watch(copies: &Weak<Copies>) {
-    let mut seen = Seen::default();
+pub(super) fn watch_copies(copies: &Weak<RankCopies>) {
+    let mut seen = SeenTurns::default();
     while let Some(copies) = copies.upgrade() {
-        if seen.look(copies.progress.turns.load(Ordering::Relaxed), copies.is_parked()) {
+        if seen.take_look(copies.progress.turns.load(Ordering::Relaxed), copies.may_wait()) {
             end_process("the GPU's driver delays the copies that the engine's stream waits for");
         }
         drop(copies);
@@ -46,12 +46,12 @@ pub(super) fn watch(copies: &Weak<Copies>) {
     }
 }
 
-// === impl Copies ===
+// === impl RankCopies ===
 
-impl Copies {
+impl RankCopies {
     /// Whether the engine's stream may wait for a load.
-    fn is_parked(&self) -> bool {
-        self.parked().iter().any(|Parked { link, op }| link.delivered(*op) < self.cuts.len() as u64)
+    fn may_wait(&self) -> bool {
+        self.stream_waits().iter().any(|StreamWait { link, op }| link.delivered(*op) < self.cuts.len() as u64)
     }
 }
 
@@ -61,12 +61,13 @@ mod tests {
 
     #[test]
     fn only_a_watchdog_that_stands_still_under_a_parked_stream_ends_the_process() {
-        let mut seen = Seen::default();
-        let stands = |seen: &mut Seen, looks: u32, parked| (0..looks).any(|_| seen.look(7, parked));
+        let mut seen = SeenTurns::default();
+        let stands =
+            |seen: &mut SeenTurns, looks: u32, may_wait| (0..looks).any(|_| seen.take_look(7, may_wait));
         assert!(!stands(&mut seen, 3 * LOOKS_MAX, false), "nothing is parked");
         assert!(!stands(&mut seen, LOOKS_MAX - 1, true));
-        assert!(!seen.look(8, true), "it came back");
+        assert!(!seen.take_look(8, true), "it came back");
         assert!(!stands(&mut seen, LOOKS_MAX, true), "the first look saw it move");
-        assert!(seen.look(7, true));
+        assert!(seen.take_look(7, true));
     }
 }

@@ -13,13 +13,13 @@ use shm_protocol::pool::SlotRef;
 use shm_protocol::region::Access;
 
 use super::*;
-use crate::connection::Address;
-use crate::core::worker::patience::Patience;
+use crate::connection::SidecarAddress;
+use crate::core::worker::patience::CopyPatience;
 use crate::peer::rank::{BLOCK_BYTES, EPOCH, Kv, content, options, plan};
 use crate::peer::{Peer, Served, eventually, session};
-use crate::worker::Options;
+use crate::worker::WorkerSetup;
 use crate::worker::link::RankConnection;
-use crate::worker::memory::Memory;
+use crate::worker::memory::RegionMemory;
 
 const CUTS: usize = 3;
 /// Longer than a test waits: no load of these is taken back for its time.
@@ -30,7 +30,7 @@ const MANY: u64 = LONG.as_nanos() as u64;
 #[derive(Clone, Debug, Default)]
 struct Flag(Arc<AtomicBool>);
 
-impl Mark for Flag {
+impl StreamMark for Flag {
     fn passed(&self) -> Result<bool, CudaError> {
         Ok(self.0.load(Ordering::Acquire))
     }
@@ -41,8 +41,8 @@ struct Rank {
     kv: Kv,
     served: Option<Served>,
     link: Arc<Link>,
-    copies: Arc<Copies>,
-    orders: Sender<Order>,
+    copies: Arc<RankCopies>,
+    orders: Sender<CopierOrder>,
     /// Whether the stream has reached the loads.
     reached: Flag,
     _peer: Peer,
@@ -51,20 +51,21 @@ struct Rank {
 impl Rank {
     fn new() -> Self {
         let (peer, kv) = (Peer::new(EPOCH), Kv::new());
-        let Options { socket, engine, world_size, worker, memory, .. } = options(&peer, &kv, Copier::Sidecar);
-        let Memory::Host(descriptors) = memory else { unreachable!("a rank of the tests") };
+        let WorkerSetup { socket, engine, world_size, worker, memory, .. } =
+            options(&peer, &kv, Copier::Sidecar);
+        let RegionMemory::Host(descriptors) = memory else { unreachable!("a rank of the tests") };
         let sent = descriptors.iter().map(|fd| fd.try_clone().unwrap()).collect();
         let memory = HostMemory::new(descriptors, &worker.regions, worker.blocks, Access::ReadWrite).unwrap();
         let hello = Hello::new(engine, world_size, Role::Worker(worker));
-        let address = Address::new(socket, &hello, sent).unwrap();
+        let address = SidecarAddress::new(socket, &hello, sent).unwrap();
         let (connection, served) = session(|| {
             let served = peer.serve(BLOCK_BYTES);
-            let connection = address.connect().map_err(|error| format!("{error:?}"))?;
+            let connection = address.connect_sidecar().map_err(|error| format!("{error:?}"))?;
             Ok((Arc::new(connection), served.join().unwrap()))
         });
-        let part = Part { offset: 0, slot_bytes: BLOCK_BYTES };
+        let part = SlotPart { offset: 0, slot_bytes: BLOCK_BYTES };
         let cuts = (1..=CUTS as u64).map(|cut| cut * BLOCK_BYTES / CUTS as u64).collect();
-        let copies = Copies::new(EngineMemory::Host(memory), None, cuts, part, Arc::default());
+        let copies = RankCopies::new(EngineMemory::Host(memory), None, cuts, part, Arc::default());
         let copies = Arc::new(copies);
         let (orders, _) = copies.spawn().unwrap();
         let link = Arc::new(Link::new(RankConnection::new(connection, None).unwrap()));
@@ -92,21 +93,21 @@ impl Rank {
     }
 
     fn follow(&self, op: u64, blocks: &[(u32, SlotRef)], sync: bool) {
-        self.give(op, blocks, sync, Watch::promised(Patience::new(LONG, MANY)));
+        self.give(op, blocks, sync, LoadWatch::promised(CopyPatience::new(LONG, MANY)));
     }
 
     fn follow_own(&self, op: u64, blocks: &[(u32, SlotRef)]) {
-        self.give(op, blocks, false, Watch::ours());
+        self.give(op, blocks, false, LoadWatch::ours());
     }
 
-    fn give(&self, op: u64, blocks: &[(u32, SlotRef)], sync: bool, watch: Watch) {
+    fn give(&self, op: u64, blocks: &[(u32, SlotRef)], sync: bool, watch: LoadWatch) {
         let plan = plan(op, if sync { LOAD_SYNC } else { 0 }, blocks);
         let (link, pool) = (Some(Arc::clone(&self.link)), self.link.connection.pool.clone());
         let job = Job { plan, pool, link, rescue: false, refused: false };
         self.copies.count_watched(&job, sync);
         let reached = Box::new(self.reached.clone());
-        let load = Load { job, reached, sync, watch, fetch: None };
-        self.orders.send(Order::Watch(Box::new(load))).unwrap();
+        let load = WatchedLoad { job, reached, sync, watch, fetch: None };
+        self.orders.send(CopierOrder::Watch(Box::new(load))).unwrap();
     }
 
     fn word(&self, op: u64) -> u64 {
@@ -144,7 +145,7 @@ fn the_sidecars_word_is_taken_for_a_load() {
     rank.follow(7, &[(2, slot)], false);
     rank.served().answer(7, Status::Ok, 1);
     rank.ends();
-    assert_eq!(rank.copies.take_ended(), [Ended { op: 7, failed: vec![] }]);
+    assert_eq!(rank.copies.take_ended(), [EndedLoad { op: 7, failed: vec![] }]);
     assert!(rank.kv.is_untouched(2), "the copies were the sidecar's to make");
     assert!(rank.loaded().is_empty() && rank.rescues() == 0 && rank.served().gate() == 0);
 }
@@ -185,7 +186,7 @@ fn nothing_is_copied_into_blocks_that_the_engine_still_uses() {
     rank.ends();
     assert!(rank.is_delivered(5));
     assert_eq!((rank.kv.block(2), rank.kv.block(3)), (content(1), content(1)));
-    assert_eq!(rank.copies.take_ended(), [Ended { op: 6, failed: vec![4] }]);
+    assert_eq!(rank.copies.take_ended(), [EndedLoad { op: 6, failed: vec![4] }]);
     assert_eq!(rank.word(6), 0, "nobody waits for it on a stream");
 }
 
@@ -211,7 +212,10 @@ fn a_load_that_is_this_process_own_waits_for_its_blocks_and_for_nothing_else() {
     rank.reach();
     rank.ends();
     assert_eq!((rank.kv.block(2), rank.kv.block(3), rank.kv.block(4)), (content(1), content(2), content(1)));
-    assert_eq!(rank.copies.take_ended(), [Ended { op: 5, failed: vec![] }, Ended { op: 6, failed: vec![6] }]);
+    assert_eq!(
+        rank.copies.take_ended(),
+        [EndedLoad { op: 5, failed: vec![] }, EndedLoad { op: 6, failed: vec![6] }]
+    );
     assert_eq!(rank.loaded(), [(5, Status::Ok as u8), (6, Status::Failed as u8)]);
     assert_eq!((rank.rescues(), rank.served().gate()), (0, 0));
 }
@@ -224,15 +228,15 @@ fn the_stream_is_told_of_each_cut_while_all_slots_are_whole() {
     let pool = rank.link.connection.pool.clone();
     let job = Job { plan, pool, link: None, rescue: false, refused: false };
     for refilled in [false, true] {
-        let (mut fetch, mut told, mut steps) = (rank.copies.begin(&job), Vec::new(), 0);
-        while rank.copies.step(&mut fetch, &job, |cuts| told.push(cuts)) != Step::Done {
+        let (mut fetch, mut told, mut steps) = (rank.copies.begin_fetch(&job), Vec::new(), 0);
+        while rank.copies.step_fetch(&mut fetch, &job, |cuts| told.push(cuts)) != FetchStep::Done {
             steps += 1;
             if refilled && steps == 3 {
                 rank.served().pool.refill(2, 12, &content(7));
             }
         }
         assert_eq!(told, if refilled { vec![1] } else { vec![1, 2] }, "the last one is the result's");
-        assert_eq!(fetch.failed(), if refilled { vec![3] } else { vec![] });
+        assert_eq!(fetch.failed_blocks(), if refilled { vec![3] } else { vec![] });
     }
 }
 

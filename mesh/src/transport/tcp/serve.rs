@@ -30,7 +30,7 @@ const PEER_CONNECTIONS_MAX: usize = 2 * STREAMS_MAX;
 /// the port can open so many.
 const GREETINGS_MAX: usize = 64;
 /// Maximum asks without an answer of the caller. Beyond it peers get
-/// [`Status::Busy`](super::frame::Status::Busy).
+/// [`Status::Busy`](super::frame::BlockStatus::Busy).
 const ASKS_MAX: usize = 4096;
 /// Pause of the listener if the kernel has no memory or descriptors for a connection.
 const PAUSE: Duration = Duration::from_millis(100);

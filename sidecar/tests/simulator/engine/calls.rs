@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use connector_shim::core::endpoint::Endpoint;
 use connector_shim::core::policy::{FoundTokens, PlannedStep, PolicyWait, Remark};
-use connector_shim::core::scheduler::{Asked, PENDING};
+use connector_shim::core::scheduler::{AskedQuery, PENDING};
 use shm_protocol::key::BlockHash;
 use shm_protocol::message::Status;
 
@@ -162,7 +162,7 @@ impl Scheduler {
         let mut next = wait;
         let hits = match wait {
             PolicyWait::Answer { group, op } => {
-                let hits = self.policy.session(group).look(op, began, now);
+                let hits = self.policy.session(group).look_for_answer(op, began, now);
                 if hits.is_some() {
                     self.note_outcome(group, op, ctx);
                 }
@@ -171,10 +171,10 @@ impl Scheduler {
             PolicyWait::Linger { group, log, first, count, within } => {
                 ctx.hit("policy lingers");
                 let session = self.policy.session(group);
-                match session.ask(log, first, count, now) {
-                    Asked::Answered(PENDING) => (now - began >= within).then_some(PENDING),
-                    Asked::Answered(hits) => Some(hits),
-                    Asked::Posted(op) => {
+                match session.ask_query(log, first, count, now) {
+                    AskedQuery::Answered(PENDING) => (now - began >= within).then_some(PENDING),
+                    AskedQuery::Answered(hits) => Some(hits),
+                    AskedQuery::Posted(op) => {
                         next = PolicyWait::Answer { group, op };
                         None
                     }

@@ -10,7 +10,7 @@ use crate::connection::{Connection, PoolMap};
 use crate::ctx::{Ctx, Micros, SETTLE};
 use crate::origin::{Kv, WORDS};
 
-pub(super) type Job = load::Job<Rc<Connection>, Rc<PoolMap>>;
+pub(super) type Job = load::LoadJob<Rc<Connection>, Rc<PoolMap>>;
 
 /// A load copied by this rank.
 #[derive(Debug)]

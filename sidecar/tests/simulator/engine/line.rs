@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use connector_shim::core::notices::Notices;
 use connector_shim::core::policy::host::SessionHost;
-use connector_shim::core::scheduler::{Change as BlockChange, Config, Session};
+use connector_shim::core::scheduler::{BlockChange, EngineSession, SessionConfig};
 
 use super::{Change, Port};
 use crate::connection::Connection;
@@ -15,15 +15,15 @@ use crate::ctx::Ctx;
 #[derive(Debug)]
 pub(super) struct Line {
     port: Port,
-    session: Session<Rc<Connection>>,
+    session: EngineSession<Rc<Connection>>,
     generation: u64,
 }
 
 // === impl Line ===
 
 impl Line {
-    pub(super) fn new(config: Config, port: Port) -> Self {
-        Self { port, session: Session::new(config, Arc::new(Notices::default())), generation: 0 }
+    pub(super) fn new(config: SessionConfig, port: Port) -> Self {
+        Self { port, session: EngineSession::new(config, Arc::new(Notices::default())), generation: 0 }
     }
 
     /// Dials if there is no connection.
@@ -33,7 +33,7 @@ impl Line {
 }
 
 impl Deref for Line {
-    type Target = Session<Rc<Connection>>;
+    type Target = EngineSession<Rc<Connection>>;
 
     fn deref(&self) -> &Self::Target {
         &self.session
@@ -49,11 +49,11 @@ impl DerefMut for Line {
 impl SessionHost for Line {
     type Connection = Rc<Connection>;
 
-    fn generation(&self) -> u64 {
+    fn connection_count(&self) -> u64 {
         self.generation
     }
 
-    fn refresh(&mut self) {
+    fn refresh_session(&mut self) {
         match self.port.look() {
             Change::Same => {}
             Change::Lost => self.session.detach(),
@@ -67,7 +67,7 @@ impl SessionHost for Line {
 
     fn end_step(&mut self) {
         self.session.end_step().expect("an honest sidecar");
-        self.refresh();
+        self.refresh_session();
     }
 
     fn take_changes(&mut self) -> Vec<BlockChange> {

@@ -11,7 +11,7 @@ use connector_shim::core::policy::kinds::{GroupForm, GroupKind, GroupSet};
 use connector_shim::core::policy::{
     Arrival, EnginePolicy, FoundTokens, PolicyOptions, PolicyWait, RequestId,
 };
-use connector_shim::core::scheduler::{Config, LoadWait};
+use connector_shim::core::scheduler::{LoadWait, SessionConfig};
 use shm_protocol::key::{BlockHash, NamespaceDigest};
 use shm_protocol::layout::LOAD_WAIT_MS;
 use shm_protocol::layout::SUBMISSION_SLOTS;
@@ -120,7 +120,7 @@ pub(crate) struct Scheduler {
 
 impl Scheduler {
     pub(super) fn new(model: Rc<Model>, runs: Vec<[u8; 16]>, ports: Vec<Port>, ctx: &Ctx) -> Self {
-        let config = Config {
+        let config = SessionConfig {
             budget: Duration::from_micros(BUDGET),
             by_engine: model.by_engine,
             early: model.early,
@@ -151,7 +151,7 @@ impl Scheduler {
             Second::States => GroupForm { kind: GroupKind::State, ..full },
         });
         let lines = ports.into_iter().enumerate().map(|(group, port)| {
-            let mut line = Line::new(Config { last: model.has_states(group), ..config.clone() }, port);
+            let mut line = Line::new(SessionConfig { last: model.has_states(group), ..config.clone() }, port);
             PrefillRate::new(model.token_ns, 0.0).into_iter().for_each(|rate| line.tell_prefill(rate));
             line
         });
@@ -314,7 +314,7 @@ impl Scheduler {
             }
             if self.policy.may_announce(self.last.len()) {
                 self.tell(id);
-                self.policy.announce(number);
+                self.policy.announce_request(number);
             }
         }
     }
@@ -323,7 +323,7 @@ impl Scheduler {
     pub(super) fn tell(&mut self, id: u64) {
         let request = &self.requests[&id];
         let keys = request.known_keys();
-        self.policy.now(request.number, request.now());
+        self.policy.set_now(request.number, request.now());
         let key = |index: usize, key: &mut BlockHash| {
             *key = keys[index];
             Ok::<(), Infallible>(())
@@ -341,7 +341,7 @@ impl Scheduler {
     pub(super) fn refresh(&mut self, ctx: &mut Ctx) {
         for group in 0..self.policy.groups() {
             let line = self.policy.session(group);
-            line.refresh();
+            line.refresh_session();
             line.dial(ctx);
         }
     }
@@ -350,7 +350,7 @@ impl Scheduler {
     /// cache is emptied only if no block is in use.
     fn reset(&mut self, ctx: &mut Ctx) {
         let (salt, weights) = (ctx.rng.bytes16(), (self.weights.0 + 1, ctx.rng.below(2) as u8));
-        let connected = self.policy.view(0).connected();
+        let connected = self.policy.view(0).is_connected();
         let held = self.policy.release_held();
         self.blocks.release(&held);
         if self.blocks.are_unused() {
@@ -368,7 +368,7 @@ impl Scheduler {
             ctx.hit(if came_back { "engine weights came back" } else { "engine weights changed" });
             self.weights = weights;
         }
-        if connected && !self.policy.view(0).connected() {
+        if connected && !self.policy.view(0).is_connected() {
             ctx.hit("engine reset without room");
         }
         self.outdated = true;

@@ -17,8 +17,8 @@ use crate::connection::{Connection, PoolMap};
 use crate::ctx::{Actor, Ctx, Micros};
 use crate::origin::Origin;
 
-type Awaited = load::Awaited<Rc<Connection>>;
-type Next = load::Next<Rc<Connection>, Rc<PoolMap>>;
+type Awaited = load::AwaitedLoad<Rc<Connection>>;
+type Next = load::NextLoadStep<Rc<Connection>, Rc<PoolMap>>;
 
 /// A rank's next move.
 #[derive(Debug)]
@@ -45,7 +45,7 @@ pub(crate) struct Worker {
     pub(super) rank: usize,
     pub(super) model: Rc<Model>,
     port: Port,
-    session: worker::Session<Rc<Connection>, Rc<PoolMap>>,
+    session: worker::RankSession<Rc<Connection>, Rc<PoolMap>>,
     /// Number of weight changes last known.
     weights: u64,
     pub(super) phase: Phase,
@@ -65,7 +65,7 @@ pub(crate) struct Worker {
 impl Worker {
     pub(super) fn new(number: usize, model: Rc<Model>, port: Port) -> Self {
         let session =
-            worker::Session::new(model.by_engine, model.form.shard_bytes, Arc::new(Notices::default()));
+            worker::RankSession::new(model.by_engine, model.form.shard_bytes, Arc::new(Notices::default()));
         Self {
             number,
             group: number / model.world,
@@ -157,7 +157,7 @@ impl Worker {
         if let Some(link) = self.session.link() {
             link.store(header::FENCE_START, step.number);
         }
-        self.session.start(step.number);
+        self.session.start_step(step.number);
         self.phase = Phase::Loads(step, 0);
         ctx.pause(10)
     }
@@ -202,8 +202,9 @@ impl Worker {
             return;
         };
         self.loads.insert(plan.op, request);
-        let next = self.session.begin(plan);
-        if let Next::Await(Awaited { refused: true, .. }) | Next::Copy(load::Job { refused: true, .. }) = next
+        let next = self.session.begin_load(plan);
+        if let Next::Await(Awaited { refused: true, .. }) | Next::Copy(load::LoadJob { refused: true, .. }) =
+            next
         {
             ctx.hit("engine load of another namespace");
         }
@@ -215,7 +216,7 @@ impl Worker {
 
     /// Checks a load awaited from the sidecar.
     fn look(&mut self, awaited: Awaited, ctx: &mut Ctx) -> Next {
-        let next = self.session.look(awaited, ctx.rank_instant());
+        let next = self.session.look_at_load(awaited, ctx.rank_instant());
         if let Next::Copy(job) = &next {
             let link = job.link.as_ref();
             let failed = link.is_some_and(|link| link.outcome(job.plan.op).is_some());
@@ -238,10 +239,10 @@ impl Worker {
             }
             (Next::Await(awaited), None) => self.session.awaited.push(awaited),
             (Next::Whole(awaited), Some((step, at))) => {
-                self.sync_load_ended(&step, at, &awaited.failed(), shared);
+                self.sync_load_ended(&step, at, &awaited.failed_blocks(), shared);
                 self.phase = Phase::Loads(step, at + 1);
             }
-            (Next::Whole(awaited), None) => self.load_ended(awaited.plan.op, awaited.failed()),
+            (Next::Whole(awaited), None) => self.load_ended(awaited.plan.op, awaited.failed_blocks()),
             (Next::Copy(job), step) => {
                 let epoch = self.session.link().map(|link| link.connection.epoch);
                 if job.pool.as_ref().is_some_and(|pool| epoch.is_some_and(|epoch| epoch != pool.epoch)) {

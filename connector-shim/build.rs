@@ -1,4 +1,4 @@
-//! Names the C library after its release: what a program was linked with is what the loader gives it.
+//! Names the C library after its release: the loader gives a program the release that it was linked with.
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");

@@ -5,15 +5,16 @@
  *
  * Results. Every call that can fail returns a PillionStatus; its text is pillion_error_text(). Without a sidecar, or with
  * one that is slow, full or gone, calls succeed and answer "miss": no hits, nothing posted. No call waits for a sidecar
- * without a deadline. The process is ended in one case alone, and loudly: when a GPU's stream would wait for ever.
+ * without a deadline. Pillion ends the process in one case alone, with a message on stderr: when a GPU's stream would
+ * otherwise wait for ever.
  *
- * Threads. A handle is used by one thread at a time, whichever; the caller sees to that. A second thread inside a call is
- * told PILLION_STATUS_BUSY; only freeing a handle under another thread's call is undefined. Different handles are
- * independent. A forked child may free its parent's handles, and nothing else.
+ * Threads. The caller uses a handle from one thread at a time, from any thread. A call during another thread's call with the
+ * handle returns PILLION_STATUS_BUSY; only freeing a handle during another thread's call is undefined. Different handles
+ * are independent. A forked child may free its parent's handles, and use them for nothing else.
  *
- * Memory. What is passed to a call must stay as it is until the call returns, and is not kept. What a call hands out
- * belongs to the handle and is valid until the next call with that handle. Handles are freed by their _free call. A
- * result's place may be uninitialised; a failed call leaves it as it is.
+ * Memory. Arguments must stay unchanged until the call returns; Pillion keeps no pointer to them. Results belong to the
+ * handle and are valid until the next call with that handle. Free each handle by its _free call. A pointer for a result may
+ * point at uninitialised memory; a failed call leaves that memory as it is.
  *
  * Units. Blocks are numbered from 0 in the engine's memory (ids), and from 0 in a request (places in its log). Sizes are
  * bytes, unless their name says otherwise. `stream` is a CUstream as a number; 0 with host memory.
@@ -27,7 +28,8 @@
 #include <stdint.h>
 
 /**
- * What became of a call. Without a sidecar, or with one that is slow or full, a call succeeds and the answer is "miss".
+ * The result of a call. Without a sidecar, or with one that is slow or full, a call succeeds and the answer
+ * is "miss".
  */
 typedef enum PillionStatus {
   /**
@@ -35,7 +37,7 @@ typedef enum PillionStatus {
    */
   PILLION_STATUS_OK = 0,
   /**
-   * An argument that cannot be: correct the caller.
+   * The caller passed an invalid argument: correct the caller.
    */
   PILLION_STATUS_ARGUMENT = 1,
   /**
@@ -51,11 +53,11 @@ typedef enum PillionStatus {
    */
   PILLION_STATUS_DEVICE = 4,
   /**
-   * The bytes are no plan of this release: use one release in all processes of the engine.
+   * The bytes are not a plan of this release: use one release in all processes of the engine.
    */
   PILLION_STATUS_PLAN = 5,
   /**
-   * A forked child used its parent's handle: make one in the child.
+   * A forked child used a handle of its parent: make one in the child.
    */
   PILLION_STATUS_FORKED = 6,
   /**
@@ -63,13 +65,14 @@ typedef enum PillionStatus {
    */
   PILLION_STATUS_BUSY = 7,
   /**
-   * A fault of Pillion, described on stderr; the handle only answers this from now on.
+   * An internal error of Pillion, described on stderr. Every later call with the handle returns this
+   * status.
    */
   PILLION_STATUS_INTERNAL = 8,
 } PillionStatus;
 
 /**
- * Kinds of extra keys, in the order in which those of one block are given.
+ * Kinds of extra keys, in the order in which the extra keys of one block are given.
  */
 enum PillionExtraKind
 #if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
@@ -77,11 +80,11 @@ enum PillionExtraKind
 #endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
  {
   /**
-   * The request's LoRA adapter, on every block: `text` is its name, `path` where it was loaded from.
+   * The request's LoRA adapter, on every block: `text` is its name, `path` its source.
    */
   PILLION_EXTRA_KIND_LORA = 1,
   /**
-   * An image or the like that reaches into the block: `text` identifies it, `offset` is where it begins.
+   * An image or other item that reaches into the block: `text` identifies it, `offset` is its begin.
    */
   PILLION_EXTRA_KIND_MULTIMODAL = 2,
   /**
@@ -127,7 +130,7 @@ typedef struct PillionWorker PillionWorker;
 typedef const char *PillionText;
 
 /**
- * `count` items side by side. NULL where there are none.
+ * `count` items side by side. NULL if there are none.
  */
 typedef struct PillionItemsU32 {
   /**
@@ -135,13 +138,13 @@ typedef struct PillionItemsU32 {
    */
   const uint32_t *items;
   /**
-   * How many there are.
+   * Number of items.
    */
   size_t count;
 } PillionItemsU32;
 
 /**
- * `count` items side by side. NULL where there are none.
+ * `count` items side by side. NULL if there are none.
  */
 typedef struct PillionItemsU8 {
   /**
@@ -149,17 +152,17 @@ typedef struct PillionItemsU8 {
    */
   const uint8_t *items;
   /**
-   * How many there are.
+   * Number of items.
    */
   size_t count;
 } PillionItemsU8;
 
 /**
- * What else than tokens a block's KV depends on. What its kind does not name is ignored.
+ * A reason besides the tokens why a block's KV differs. Fields that its kind does not name are ignored.
  */
 typedef struct PillionExtraKey {
   /**
-   * The block, counted from the first that was not full before the call.
+   * Number of the block, counted from the first block that was not full before the call.
    */
   uint32_t block;
   /**
@@ -175,7 +178,7 @@ typedef struct PillionExtraKey {
    */
   PillionText path;
   /**
-   * In tokens from the block's begin; negative if before it.
+   * The item's begin in tokens from the block's begin; negative if it lies before the block.
    */
   int64_t offset;
   /**
@@ -185,7 +188,7 @@ typedef struct PillionExtraKey {
 } PillionExtraKey;
 
 /**
- * `count` items side by side. NULL where there are none.
+ * `count` items side by side. NULL if there are none.
  */
 typedef struct PillionItemsExtraKey {
   /**
@@ -193,13 +196,14 @@ typedef struct PillionItemsExtraKey {
    */
   const struct PillionExtraKey *items;
   /**
-   * How many there are.
+   * Number of items.
    */
   size_t count;
 } PillionItemsExtraKey;
 
 /**
- * The hash of a block and of all before it. One of 16 bytes has the second digest behind it, or zeros if the engine does not make it.
+ * The hash of a block and of all blocks before it. A hash of 16 bytes has the second digest behind it, or
+ * zeros if the engine does not make it.
  */
 typedef struct PillionHash {
   /**
@@ -209,7 +213,7 @@ typedef struct PillionHash {
 } PillionHash;
 
 /**
- * `count` items side by side. NULL where there are none.
+ * `count` items side by side. NULL if there are none.
  */
 typedef struct PillionItemsHash {
   /**
@@ -217,13 +221,13 @@ typedef struct PillionItemsHash {
    */
   const struct PillionHash *items;
   /**
-   * How many there are.
+   * Number of items.
    */
   size_t count;
 } PillionItemsHash;
 
 /**
- * `count` items side by side. NULL where there are none.
+ * `count` items side by side. NULL if there are none.
  */
 typedef struct PillionItemsU64 {
   /**
@@ -231,33 +235,33 @@ typedef struct PillionItemsU64 {
    */
   const uint64_t *items;
   /**
-   * How many there are.
+   * Number of items.
    */
   size_t count;
 } PillionItemsU64;
 
 /**
- * Where the elements of K or of V are in a page, in bytes. A stride is 0 where its axis has the length 1.
+ * The places of K's or V's elements in a page, in bytes. A stride is 0 if its axis has the length 1.
  */
 typedef struct PillionPlace {
   /**
-   * Of the first element, from the begin of the page.
+   * Offset of the first element from the begin of the page.
    */
   uint64_t offset;
   /**
-   * From one head to the next.
+   * Stride from one head to the next.
    */
   uint64_t kv_heads;
   /**
-   * From one kernel block to the next.
+   * Stride from one kernel block to the next.
    */
   uint64_t kernel_blocks;
   /**
-   * From one token of a kernel block to the next.
+   * Stride from one token of a kernel block to the next.
    */
   uint64_t tokens;
   /**
-   * From one element of a key or of a value to the next.
+   * Stride from one element of a key or of a value to the next.
    */
   uint64_t elements;
 } PillionPlace;
@@ -267,7 +271,7 @@ typedef struct PillionPlace {
  */
 typedef struct PillionPage {
   /**
-   * Layers of a block: this one and all others.
+   * Layers of a block, this layer included.
    */
   uint32_t layers;
   /**
@@ -275,7 +279,7 @@ typedef struct PillionPage {
    */
   uint32_t tokens;
   /**
-   * Tokens of a kernel block; as many as of a block where attention kernels divide none.
+   * Tokens of a kernel block; equal to `tokens` if attention kernels do not divide blocks.
    */
   uint32_t kernel_block_tokens;
   /**
@@ -291,7 +295,7 @@ typedef struct PillionPage {
    */
   uint32_t values;
   /**
-   * Of an element, such as "bfloat16". Valid for ever.
+   * Type of an element, such as "bfloat16". Valid for ever.
    */
   const char *dtype;
   /**
@@ -299,7 +303,7 @@ typedef struct PillionPage {
    */
   uint64_t element_bytes;
   /**
-   * Where this page begins in its shard of a block.
+   * Offset of this page in its shard of a block.
    */
   uint64_t begin;
   /**
@@ -311,11 +315,11 @@ typedef struct PillionPage {
    */
   uint64_t shard_bytes;
   /**
-   * Where K is.
+   * The place of K.
    */
   struct PillionPlace k;
   /**
-   * Where V is.
+   * The place of V.
    */
   struct PillionPlace v;
 } PillionPage;
@@ -331,7 +335,7 @@ typedef struct PillionRun {
 } PillionRun;
 
 /**
- * What a scheduler's session needs to know.
+ * Settings of a scheduler's session.
  */
 typedef struct PillionSchedulerOptions {
   /**
@@ -339,7 +343,8 @@ typedef struct PillionSchedulerOptions {
    */
   PillionText socket;
   /**
-   * Name of this engine, 1 to 256 bytes: the same in its scheduler and its workers, and no other engine's.
+   * Name of this engine, 1 to 256 bytes: the same in its scheduler and its workers, and different from
+   * every other engine.
    */
   PillionText engine;
   /**
@@ -351,45 +356,45 @@ typedef struct PillionSchedulerOptions {
    */
   struct PillionRun run;
   /**
-   * The longest that all queries of one step may wait together, in microseconds; at most 10,000,000. 2,000 is usual.
+   * The total wait of all queries of one step, in microseconds, at most 10,000,000; usually 2,000.
    */
   uint64_t query_budget_us;
   /**
-   * Whether the sidecar writes loaded blocks into the engine's memory; else the workers copy them. As in
-   * PillionWorkerOptions.
+   * True if the sidecar writes loaded blocks into the engine's memory; false if the workers copy them. The
+   * same as in PillionWorkerOptions.
    */
   bool sidecar_copies;
   /**
-   * Whether a load may begin as soon as the step before its own is done: true only where a step neither zeroes nor
-   * copies blocks before its work.
+   * True if a load may begin as soon as the previous step is done. Set it only if a step does not zero or
+   * copy blocks before its work.
    */
   bool early_loads;
   /**
-   * How long a request's first query stays unknown (-1) for blocks that another pod may still be computing, in
-   * milliseconds; at most 2,000. 0: not at all, which is right for an engine that computes its prompts itself.
+   * Milliseconds, at most 2,000, for which a request's first query stays unknown (-1) while another pod
+   * may still compute its blocks. 0, for an engine that computes its prompts itself: not at all.
    */
   uint32_t miss_wait_ms;
   /**
-   * 16 bytes, or none: a digest of how this engine's cache is laid out, equal in its scheduler and its workers; a worker
-   * that states another one takes no part.
+   * 16 bytes, or none: a digest of this engine's cache layout, equal in its scheduler and its workers. A
+   * worker with another digest takes no part.
    */
   struct PillionItemsU8 groups;
 } PillionSchedulerOptions;
 
 /**
- * What is known of a scheduler's session.
+ * State of a scheduler's session.
  */
 typedef struct PillionSchedulerState {
   /**
-   * Connections so far. When it changes, all logs and leases are void: open logs anew.
+   * Connections so far. When it changes, all logs and leases are void: open the logs again.
    */
   uint64_t generation;
   /**
-   * Blocks whose save is not over: the engine must keep them as they are, or give them up.
+   * Blocks of unfinished saves: the engine must keep them as they are, or give their saves up.
    */
   uint64_t saving;
   /**
-   * Whether a sidecar is there, as far as is known.
+   * True while a sidecar is connected, as far as is known.
    */
   bool connected;
   /**
@@ -397,20 +402,20 @@ typedef struct PillionSchedulerState {
    */
   const char *notice;
   /**
-   * The first 8 bytes of the namespace that the engine is bound to; 0 until every worker has begun a step of this run
-   * and, after pillion_scheduler_weights, stated its weights.
+   * The first 8 bytes of the engine's namespace. 0 until every worker has begun a step of this run and,
+   * after pillion_scheduler_weights, stated its weights.
    */
   uint64_t namespace_word;
   /**
-   * Blocks compared so far, those of them that differ, and blocks not kept because nothing was compared yet.
+   * Blocks compared so far with kept ones, by pillion_scheduler_check.
    */
   uint64_t blocks_checked;
   /**
-   * See blocks_checked.
+   * Compared blocks whose bytes differ.
    */
   uint64_t blocks_differing;
   /**
-   * See blocks_checked.
+   * Blocks not kept because no comparison has passed yet.
    */
   uint64_t blocks_unproven;
   /**
@@ -424,15 +429,15 @@ typedef struct PillionSchedulerState {
  */
 typedef struct PillionRegion {
   /**
-   * Which of the descriptors, or of the pointers, counted from 0.
+   * Index of the descriptor or pointer, counted from 0.
    */
   uint32_t memory;
   /**
-   * Where block 0 begins, in bytes.
+   * Offset of block 0, in bytes.
    */
   uint64_t offset;
   /**
-   * From one block to the next, in bytes; at least `bytes`.
+   * Bytes from one block to the next; at least `bytes`.
    */
   uint64_t stride;
   /**
@@ -442,7 +447,7 @@ typedef struct PillionRegion {
 } PillionRegion;
 
 /**
- * `count` items side by side. NULL where there are none.
+ * `count` items side by side. NULL if there are none.
  */
 typedef struct PillionItemsRegion {
   /**
@@ -450,27 +455,28 @@ typedef struct PillionItemsRegion {
    */
   const struct PillionRegion *items;
   /**
-   * How many there are.
+   * Number of items.
    */
   size_t count;
 } PillionItemsRegion;
 
 /**
- * One of the facts that make the bytes of two engines interchangeable. The same facts are the same namespace.
+ * A fact: a property of an engine by which the bytes of its blocks are interchangeable with those of other
+ * engines. Engines with the same facts share a namespace.
  */
 typedef struct PillionFact {
   /**
-   * Its name.
+   * The fact's name.
    */
   PillionText name;
   /**
-   * Its value.
+   * The fact's value.
    */
   PillionText value;
 } PillionFact;
 
 /**
- * `count` items side by side. NULL where there are none.
+ * `count` items side by side. NULL if there are none.
  */
 typedef struct PillionItemsFact {
   /**
@@ -478,13 +484,13 @@ typedef struct PillionItemsFact {
    */
   const struct PillionFact *items;
   /**
-   * How many there are.
+   * Number of items.
    */
   size_t count;
 } PillionItemsFact;
 
 /**
- * `count` items side by side. NULL where there are none.
+ * `count` items side by side. NULL if there are none.
  */
 typedef struct PillionItemsI32 {
   /**
@@ -492,13 +498,13 @@ typedef struct PillionItemsI32 {
    */
   const int32_t *items;
   /**
-   * How many there are.
+   * Number of items.
    */
   size_t count;
 } PillionItemsI32;
 
 /**
- * What a worker's session needs to know. Either `descriptors` or `pointers` are given.
+ * Settings of a worker's session. Pass either `descriptors` or `pointers`.
  */
 typedef struct PillionWorkerOptions {
   /**
@@ -518,11 +524,12 @@ typedef struct PillionWorkerOptions {
    */
   uint32_t rank;
   /**
-   * Which part of every block lies here: `rank / (world_size / shards)`.
+   * Number of the part of every block in this worker's memory: `rank / (world_size / shards)`.
    */
   uint32_t shard;
   /**
-   * Distinct parts of a block over all ranks, a divisor of `world_size`: fewer than ranks where ranks hold equal bytes.
+   * Distinct parts of a block over all ranks, a divisor of `world_size`: fewer than ranks if several ranks
+   * hold equal bytes.
    */
   uint32_t shards;
   /**
@@ -530,42 +537,46 @@ typedef struct PillionWorkerOptions {
    */
   uint32_t blocks;
   /**
-   * Whether the sidecar writes loaded blocks: true on a GPU; on a host false keeps a frozen sidecar from writing late.
+   * True if the sidecar writes loaded blocks: true on a GPU. On a host, false keeps a frozen sidecar from
+   * writing late.
    */
   bool sidecar_copies;
   /**
-   * What a block consists of, in the order of its bytes in the cache; 1 to 1,024.
+   * The regions of a block, in the order of its bytes in the cache; 1 to 1,024.
    */
   struct PillionItemsRegion regions;
   /**
-   * At most 256. `pillion ctl namespaces` tells those of the engines that it knows.
+   * At most 256. `pillion ctl namespaces` prints the facts of the connected engines.
    */
   struct PillionItemsFact facts;
   /**
-   * The namespace that the facts must make, 32 hex digits: another one is refused, with what differs. NULL: any.
+   * The expected namespace of the facts, 32 hex digits. The sidecar refuses a rank with another namespace
+   * and names the differences. NULL: any namespace.
    */
   PillionText expects;
   /**
-   * 16 bytes, or none: a digest of a sample of the rank's live weights, equal in every engine that loaded the same.
-   * Engines that state it share with no engine that does not. Instead, an engine that joins others may state the fact
-   * `weights_live` that `pillion ctl namespaces` tells of them. An engine that does, or that has `expects` and no digest, has
-   * to prove what it computes before it may save: see pillion_scheduler_check.
+   * 16 bytes, or none: a digest of a sample of the rank's live weights, equal in all engines with the same
+   * weights. Engines with this digest share no blocks with engines without it. An engine that joins others
+   * may instead state their fact `weights_live`, as `pillion ctl namespaces` prints it. Such an engine,
+   * and one with `expects` and no digest, must pass a comparison of its blocks before it may save: see
+   * pillion_scheduler_check.
    */
   struct PillionItemsU8 live_weights;
   /**
-   * Host memory, by descriptors of shared memory (memfd_create(2)) that can be written; at most 64. They stay the
-   * caller's and may be closed after the call.
+   * Host memory, by writable descriptors of shared memory (memfd_create(2)); at most 64. The caller keeps
+   * them and may close them after the call.
    */
   struct PillionItemsI32 descriptors;
   /**
-   * GPU memory, by CUDA device pointers into allocations that can be exported (cudaMalloc); at most 64. The
-   * calling thread's context is the GPU's. A connect writes zeros into the last block, so it comes before any use. The
-   * memory is freed after pillion_worker_free only, and after pillion_worker_poll has told the end of every load.
+   * GPU memory, by CUDA device pointers into allocations that can be exported (cudaMalloc); at most 64.
+   * The calling thread must have the GPU's context. Connect before any use of the memory: the call writes
+   * zeros into the last block. Free the memory only after pillion_worker_free, and after
+   * pillion_worker_poll has returned the end of every load.
    */
   struct PillionItemsU64 pointers;
   /**
-   * With `pointers`: ascending ends of the parts of a block in which a load is delivered, in bytes, the last one the
-   * block's; at most 255.
+   * With `pointers`: ascending ends, in bytes, of the parts (cuts) of a block in which a load is
+   * delivered. The last end is the block's length. At most 255.
    */
   struct PillionItemsU64 cuts;
   /**
@@ -579,7 +590,7 @@ typedef struct PillionWorkerOptions {
 } PillionWorkerOptions;
 
 /**
- * What is known of a worker's session.
+ * State of a worker's session.
  */
 typedef struct PillionWorkerState {
   /**
@@ -587,12 +598,13 @@ typedef struct PillionWorkerState {
    */
   uint64_t generation;
   /**
-   * Whether a sidecar is there, as far as is known.
+   * True while a sidecar is connected, as far as is known.
    */
   bool connected;
   /**
-   * The namespace of this rank's blocks, 32 hex digits; empty while it is not known. Where several workers state their
-   * weights it is known once each has begun a step, and after pillion_scheduler_weights once each has answered.
+   * The namespace of this rank's blocks, 32 hex digits; empty while it is not known. If several workers
+   * state their weights, it is known once each has begun a step, and after pillion_scheduler_weights once
+   * each has answered.
    */
   const char *namespace_id;
   /**
@@ -606,15 +618,15 @@ typedef struct PillionWorkerState {
  */
 typedef struct PillionLoaded {
   /**
-   * Whether the load has ended; of pillion_worker_poll: whether there is one to tell.
+   * True if the load has ended; for pillion_worker_poll, true if there is an end to return.
    */
   bool ended;
   /**
-   * Number of the load, by which the end of an asynchronous one is known again.
+   * Number of the load, the same as pillion_worker_load returned for it.
    */
   uint64_t op;
   /**
-   * Blocks that do not hold what was asked for and must be computed; then pillion_scheduler_void_saves is due.
+   * Blocks whose load failed: the engine must compute them and call pillion_scheduler_void_saves.
    */
   struct PillionItemsU32 failed;
 } PillionLoaded;
@@ -712,14 +724,14 @@ extern "C" {
 const char *pillion_version(void);
 
 /**
- * Why the last failed call of this thread failed, and what to do; empty before the first. Valid until the next
- * failed call of this thread.
+ * The cause of this thread's last failed call, and the remedy; empty before the first failure. Valid until
+ * the next failed call of this thread.
  */
 const char *pillion_error_text(void);
 
 /**
- * Begins the hashes of a request. The arguments are those facts of the namespace that say how its keys are made, word
- * for word: `hash_algorithm` (such as "sha256"), `none_hash` (hex digits), `extra_keys` ("tagged" or "bare"), and
+ * Begins the hashes of a request. The arguments are the namespace's facts about its keys, word for word:
+ * `hash_algorithm` (such as "sha256"), `none_hash` (hex digits), `extra_keys` ("tagged" or "bare"), and
  * `block_tokens`.
  */
 enum PillionStatus pillion_keys_new(PillionText hash_algorithm,
@@ -734,9 +746,9 @@ enum PillionStatus pillion_keys_new(PillionText hash_algorithm,
 void pillion_keys_free(struct PillionKeys *keys);
 
 /**
- * Appends tokens. `extra` is empty for most requests; keys of a block that stays partial are to be given again when it
- * fills. `hashes` becomes all hashes so far, one for each full block from the first on, valid until the next call with
- * this handle. May be NULL.
+ * Appends tokens. `extra` is empty for most requests; give the extra keys of a block that stays partial
+ * again when it fills. `hashes` becomes all hashes so far, one for each full block from the first on, valid
+ * until the next call with this handle. `hashes` may be NULL.
  */
 enum PillionStatus pillion_keys_append(const struct PillionKeys *keys,
                                        struct PillionItemsU32 tokens,
@@ -744,7 +756,7 @@ enum PillionStatus pillion_keys_append(const struct PillionKeys *keys,
                                        struct PillionItemsHash *hashes);
 
 /**
- * The same for tokens of 64 bits.
+ * Appends tokens of 64 bits, as pillion_keys_append does.
  */
 enum PillionStatus pillion_keys_append64(const struct PillionKeys *keys,
                                          struct PillionItemsU64 tokens,
@@ -752,44 +764,48 @@ enum PillionStatus pillion_keys_append64(const struct PillionKeys *keys,
                                          struct PillionItemsHash *hashes);
 
 /**
- * Where K and V are in the page of a layer, counted from 0, by the fact `page_form`, word for word. Pages that no strides
- * describe (any `packing` but "none") are PILLION_STATUS_ARGUMENT, and the text says so; so is a layer that is none.
+ * Returns the places of K and V in the page of layer `layer`, counted from 0, from the text of the fact
+ * `page_form`. Fails with PILLION_STATUS_ARGUMENT for pages without strides (any `packing` but "none") and
+ * for a layer that does not exist; the text names the cause.
  */
 enum PillionStatus pillion_page_form(PillionText page_form,
                                      uint32_t layer,
                                      struct PillionPage *page);
 
 /**
- * Connects to the sidecar, or leaves that to the background while none is there. Until every worker is connected too,
- * each query is a miss.
+ * Connects to the sidecar; without one, retries in the background. Until every worker is connected too, each
+ * query is a miss.
  */
 enum PillionStatus pillion_scheduler_connect(const struct PillionSchedulerOptions *options,
                                              struct PillionScheduler **scheduler);
 
 /**
- * Leaves the sidecar and frees the handle; NULL is allowed. Saves that are not over are dropped, leases end.
+ * Leaves the sidecar and frees the handle; NULL is allowed. Unfinished saves are dropped, leases end.
  */
 void pillion_scheduler_free(struct PillionScheduler *scheduler);
 
 /**
- * Opens a log: the list of one request's block hashes, from its first block on. `log` becomes -1 while there is no
- * sidecar or no room (65,536 logs may be open); every call with such a log does nothing and answers "miss".
+ * Opens a log: the list of one request's block hashes, from its first block on. `log` becomes -1 while there
+ * is no sidecar or no room (65,536 logs may be open); every call with such a log does nothing and answers
+ * "miss".
  */
 enum PillionStatus pillion_scheduler_open(const struct PillionScheduler *scheduler,
                                           int64_t *log);
 
 /**
- * The same, with `fold`, 16 bytes, mixed into each of its hashes: for requests whose KV depends on something that neither the
- * hashes nor the facts tell, such as an adapter's weights, of which it is a digest.
+ * Opens a log as pillion_scheduler_open does, and mixes `fold`, 16 bytes, into each of its hashes. Use it
+ * for requests whose KV depends on something outside the hashes and the facts, such as an adapter's weights;
+ * `fold` is then a digest of these.
  */
 enum PillionStatus pillion_scheduler_open_folded(const struct PillionScheduler *scheduler,
                                                  struct PillionItemsU8 fold,
                                                  int64_t *log);
 
 /**
- * Appends hashes, the first of which is the request's block `start`, which must be the log's length so far. `length`
- * becomes the log's length: unchanged where there is no room for all of them, 0 where the log is void. May be NULL. All open logs
- * have room for 1,048,576 hashes, each counted up to a multiple of 64.
+ * Appends hashes. The first is the request's block `start`, which must equal the log's length so far.
+ * `length` becomes the log's length: unchanged if there is no room for all of them, 0 if the log is void; it
+ * may be NULL. All open logs together have room for 1,048,576 hashes; each log counts up to a multiple of
+ * 64.
  */
 enum PillionStatus pillion_scheduler_append(const struct PillionScheduler *scheduler,
                                             int64_t log,
@@ -798,8 +814,8 @@ enum PillionStatus pillion_scheduler_append(const struct PillionScheduler *sched
                                             uint32_t *length);
 
 /**
- * Tells, as soon as a request has arrived, that its log's blocks `start..start + count` will be asked for: what lies on a
- * disk is then fetched before they are. Waits for nothing, promises nothing.
+ * Announces a later query of the log's blocks `start..start + count`: the sidecar fetches those on a disk
+ * before it. Call this as soon as the request has arrived. The call does not wait and promises nothing.
  */
 enum PillionStatus pillion_scheduler_hint(const struct PillionScheduler *scheduler,
                                           int64_t log,
@@ -807,10 +823,11 @@ enum PillionStatus pillion_scheduler_hint(const struct PillionScheduler *schedul
                                           uint32_t count);
 
 /**
- * Asks how many of the log's blocks `start..start + count` the cache holds from `start` on, and waits for the answer
- * within the step's budget. `hits` becomes that number, and the log holds a lease on these blocks, which ends by
- * load, release, close, another query or time; or -1: not known yet, ask again in a later step. Blocks beyond the log's
- * length, and beyond 65,536 at once, are not asked for.
+ * Asks how many of the log's blocks `start..start + count` the cache holds from `start` on, and waits for
+ * the answer within the step's budget. `hits` becomes that number, and the log holds a lease on these blocks
+ * until load, release, close, another query, or a time limit. `hits` is -1 while the answer is not known:
+ * ask again in a later step. Blocks beyond the log's length, and more than 65,536 at once, are not asked
+ * for.
  */
 enum PillionStatus pillion_scheduler_query(const struct PillionScheduler *scheduler,
                                            int64_t log,
@@ -819,10 +836,11 @@ enum PillionStatus pillion_scheduler_query(const struct PillionScheduler *schedu
                                            int64_t *hits);
 
 /**
- * Promises that in step `step` every worker loads the log's blocks from `start` on into the engine's blocks named by
- * `blocks`, and uses up the lease. `plan` becomes what pillion_worker_load takes, to be handed to every worker; it is
- * valid until the next call with this handle. No bytes: no lease covers these blocks (any more), load nothing.
- * `sync`: the step needs the blocks; else the request waits until every worker's pillion_worker_poll told the end.
+ * Promises that in step `step` every worker loads the log's blocks from `start` on into the engine's blocks
+ * `blocks`, and uses up the lease. `plan` becomes the bytes for pillion_worker_load; hand them to every
+ * worker. They are valid until the next call with this handle. An empty plan: no lease covers these blocks
+ * (any more), load nothing. `sync`: the step needs the blocks; without it the request waits until
+ * pillion_worker_poll of every worker has returned the load's end.
  */
 enum PillionStatus pillion_scheduler_load(const struct PillionScheduler *scheduler,
                                           int64_t log,
@@ -833,10 +851,10 @@ enum PillionStatus pillion_scheduler_load(const struct PillionScheduler *schedul
                                           struct PillionItemsU8 *plan);
 
 /**
- * Saves the log's blocks from `start` on from the engine's blocks named by `blocks`, once every worker said that step
- * `step` is done. They are kept once pillion_scheduler_accept named that step. They must stay as they are until the save is over
- * (PillionSchedulerState), or be given up before.
- * `posted` becomes false where the save was dropped for lack of a sidecar or of room. May be NULL.
+ * Saves the log's blocks from `start` on from the engine's blocks `blocks`, once every worker has called
+ * pillion_worker_done for step `step`. The sidecar keeps them once pillion_scheduler_accept has named that
+ * step. They must stay as they are until the save is over (PillionSchedulerState), or be given up before.
+ * `posted` becomes false if the save was dropped for lack of a sidecar or of room; it may be NULL.
  */
 enum PillionStatus pillion_scheduler_save(const struct PillionScheduler *scheduler,
                                           int64_t log,
@@ -846,11 +864,12 @@ enum PillionStatus pillion_scheduler_save(const struct PillionScheduler *schedul
                                           bool *posted);
 
 /**
- * Has blocks compared that this engine computed itself, and that are kept already: the log's from `start` on, in the engine's
- * blocks named by `blocks`, once every worker said that step `step` is done. PillionSchedulerState counts what came of it. An
- * engine that has its facts from others (PillionWorkerOptions) may load, but nothing that it saves is kept until blocks of its have passed, unless it is the
- * first of its namespace: it computes the first block of a request whose first block is kept. One whose blocks
- * differ is served nothing any more. `posted` as of pillion_scheduler_save.
+ * Compares blocks that this engine computed itself with kept blocks: the log's blocks from `start` on, in
+ * the engine's blocks `blocks`, once every worker has called pillion_worker_done for step `step`.
+ * PillionSchedulerState counts the results. An engine that took over its facts (PillionWorkerOptions) may
+ * load at once, but its saves are not kept until some of its blocks have passed, unless it is the first of
+ * its namespace. For this it computes the first block of a request although that block is kept. An engine
+ * whose blocks differ is served nothing any more. `posted` as in pillion_scheduler_save.
  */
 enum PillionStatus pillion_scheduler_check(const struct PillionScheduler *scheduler,
                                            int64_t log,
@@ -860,22 +879,23 @@ enum PillionStatus pillion_scheduler_check(const struct PillionScheduler *schedu
                                            bool *posted);
 
 /**
- * Says that the engine went on with the output of step `step`, which every worker returned without an error. Until then no save of
- * that step is kept; without this call none ever is. Saves of earlier steps that were not accepted are dropped. To be called
- * after pillion_scheduler_void_saves, where a load of the step failed.
+ * Says that the engine went on with the output of step `step`, and that every worker returned from it
+ * without an error. No save of that step is kept before this call. Saves of earlier steps without this call
+ * are dropped. If a load of the step failed, call pillion_scheduler_void_saves first.
  */
 enum PillionStatus pillion_scheduler_accept(const struct PillionScheduler *scheduler,
                                             uint64_t step);
 
 /**
- * Gives up every unfinished save of these blocks. To be called before a load into them, and, in the step that may
- * overwrite them, before its own saves and its pillion_scheduler_end_step: a save given up later may keep wrong bytes.
+ * Gives up every unfinished save of these blocks. Call this before a load into them. Call it also in a step
+ * that may overwrite them, before that step's saves and its pillion_scheduler_end_step: a save given up
+ * later may keep wrong bytes.
  */
 enum PillionStatus pillion_scheduler_overwrite(const struct PillionScheduler *scheduler,
                                                struct PillionItemsU32 blocks);
 
 /**
- * Gives up every unfinished save: to be called when a load failed and blocks may have been computed upon it.
+ * Gives up every unfinished save. Call this when a load failed and blocks may have been computed from it.
  */
 enum PillionStatus pillion_scheduler_void_saves(const struct PillionScheduler *scheduler);
 
@@ -885,76 +905,81 @@ enum PillionStatus pillion_scheduler_void_saves(const struct PillionScheduler *s
 enum PillionStatus pillion_scheduler_release(const struct PillionScheduler *scheduler, int64_t log);
 
 /**
- * Closes a log when its request is over. Loads and saves that were promised go on.
+ * Closes a log when its request is over. Promised loads and saves go on.
  */
 enum PillionStatus pillion_scheduler_close(const struct PillionScheduler *scheduler, int64_t log);
 
 /**
- * Says that the weights may have changed for the `count`th time: unfinished saves are given up, and nothing is served until
- * every worker has called pillion_worker_weights with this count. Equal weights give the old blocks back. Blocks that were
- * computed before, or upon such blocks, must not be saved afterwards. A count that is not above the last one does nothing.
+ * Says that the weights may have changed for the `count`th time. Unfinished saves are given up, and nothing
+ * is served until every worker has called pillion_worker_weights with this count. Equal weights give the old
+ * blocks back. The caller must not save blocks that were computed before this call, or from such blocks. A
+ * count that is not above the last one has no effect.
  */
 enum PillionStatus pillion_scheduler_weights(const struct PillionScheduler *scheduler,
                                              uint64_t count);
 
 /**
- * Forgets what this engine kept: unfinished saves are given up, and nothing saved before is served to it any more.
+ * Forgets all that this engine saved: unfinished saves are given up, and earlier blocks are not served to it
+ * any more.
  */
 enum PillionStatus pillion_scheduler_reset(const struct PillionScheduler *scheduler);
 
 /**
- * Ends the scheduling of a step: all that was posted becomes visible to the sidecar, finished saves are counted, the
- * budget of queries is whole again. To be called before the workers begin that step. `state` may be NULL; its notice
- * is valid until the next call with this handle.
+ * Ends the scheduling of a step: all posted requests become visible to the sidecar, finished saves are
+ * counted, and the budget of queries is whole again. Call this before the workers begin that step. `state`
+ * may be NULL; its notice is valid until the next call with this handle.
  */
 enum PillionStatus pillion_scheduler_end_step(const struct PillionScheduler *scheduler,
                                               struct PillionSchedulerState *state);
 
 /**
- * Says that another engine computes the blocks of this log, or is about to: its queries are unknown (-1) until these are kept, or
- * until that is not worth waiting for: 2 s at most, and 30 s while the other engine has promised them and works. Before the log's first query. Of no effect on a sidecar of an older release.
+ * Says that another engine computes the blocks of this log, or is about to. Queries of the log answer -1
+ * (not known yet) until these blocks are kept, for at most 2 s, or at most 30 s while the other engine has
+ * promised them and works. Call this before the log's first query. A sidecar of an older release ignores it.
  */
 enum PillionStatus pillion_scheduler_await(const struct PillionScheduler *scheduler,
                                            int64_t log);
 
 /**
- * Says that another engine will load the blocks of this log: what is saved of it from now on stays until that has loaded it, for a
- * while. Of no effect on a sidecar of an older release.
+ * Says that another engine will load the blocks of this log: saves of this log from now on stay until the
+ * other engine has loaded them, for a limited time. A sidecar of an older release ignores it.
  */
 enum PillionStatus pillion_scheduler_hand_over(const struct PillionScheduler *scheduler,
                                                int64_t log);
 
 /**
- * Says that this engine is about to compute the blocks of this log: an engine that awaits them waits until this log is closed, 30 s
- * at most, while this engine calls, or begins or ends a step, at least every 5 s. 64 logs of an engine count at once. What is saved
- * of it is handed over. As soon as the request has come, after open and before the log's first append. Of no effect on a sidecar of
- * an older release.
+ * Says that this engine is about to compute the blocks of this log for another engine. An engine that awaits
+ * them waits until this log is closed, at most 30 s, while this engine makes a call, or begins or ends a
+ * step, at least every 5 s. At most 64 logs of an engine count at once. Saves of this log are handed over as
+ * by pillion_scheduler_hand_over. Call this as soon as the request has arrived, after open and before the
+ * log's first append. A sidecar of an older release ignores it.
  */
 enum PillionStatus pillion_scheduler_promise(const struct PillionScheduler *scheduler,
                                              int64_t log);
 
 /**
- * Shows a rank's KV memory to the sidecar, or leaves that to the background while none is there. Fails where the
+ * Shares a rank's KV memory with the sidecar; without a sidecar, retries in the background. Fails if the
  * sidecar refuses, and the text says why.
  */
 enum PillionStatus pillion_worker_connect(const struct PillionWorkerOptions *options,
                                           struct PillionWorker **worker);
 
 /**
- * Leaves the sidecar and frees the handle; NULL is allowed. Loads in progress end by themselves, and may write until then:
- * poll their ends first where the memory is to be freed.
+ * Leaves the sidecar and frees the handle; NULL is allowed. Loads in progress end by themselves, and may
+ * write until then: poll their ends before you free the memory.
  */
 void pillion_worker_free(struct PillionWorker *worker);
 
 /**
- * What is known of the session; its texts are valid until the next call with this handle.
+ * Returns the session's state; its texts are valid until the next call with this handle.
  */
 enum PillionStatus pillion_worker_state(const struct PillionWorker *worker,
                                         struct PillionWorkerState *state);
 
 /**
- * Step `step` of run `run` begins: blocks are as the scheduler meant them, loads of the step may be written. On a GPU,
- * once `stream` gets there. Steps are numbered by the scheduler from 1 on and never go back.
+ * Says that step `step` of run `run` begins: the blocks are as the scheduler planned, and loads of the step
+ * may be written. On a GPU this holds once `stream` reaches this call. The scheduler numbers steps from 1
+ * on, and never backwards.
  */
 enum PillionStatus pillion_worker_start(const struct PillionWorker *worker,
                                         const struct PillionRun *run,
@@ -962,18 +987,19 @@ enum PillionStatus pillion_worker_start(const struct PillionWorker *worker,
                                         uint64_t stream);
 
 /**
- * States, in answer to the `count`th pillion_scheduler_weights, which weights this rank holds: `live` is a digest of 16 bytes
- * as in PillionWorkerOptions. None: they are not known, and its blocks are from now on shared with nobody. To be called before
- * pillion_worker_start of the first step that the scheduler posted after its call; loads fail until all workers have.
+ * States the weights of this rank, in answer to the `count`th pillion_scheduler_weights: `live` is a digest
+ * of 16 bytes as in PillionWorkerOptions. None: the weights are not known, and this rank's blocks are from
+ * now on not shared. Call this before pillion_worker_start of the first step that the scheduler posted after
+ * its call; loads fail until all workers have called it.
  */
 enum PillionStatus pillion_worker_weights(const struct PillionWorker *worker,
                                           uint64_t count,
                                           struct PillionItemsU8 live);
 
 /**
- * The KV of step `step` is written; on a GPU, once `stream` gets there. Not to be called for a step computed upon blocks
- * that were not loaded, until the scheduler voided its saves. `wake`: a load or save waits for this step, so wake a
- * sleeping sidecar.
+ * Says that the KV of step `step` is written; on a GPU, once `stream` reaches this call. Do not call it for
+ * a step computed from blocks that were not loaded, until the scheduler has voided its saves. `wake`: a load
+ * or save waits for this step, so wake a sleeping sidecar.
  */
 enum PillionStatus pillion_worker_done(const struct PillionWorker *worker,
                                        uint64_t step,
@@ -981,10 +1007,10 @@ enum PillionStatus pillion_worker_done(const struct PillionWorker *worker,
                                        uint64_t stream);
 
 /**
- * Carries out this rank's part of a load, after pillion_worker_start of its step. A synchronous one has ended when the
- * call returns, or, on a GPU, `stream` waits for it: with `by_cuts` not at once, but where pillion_worker_wait_cut says.
- * An asynchronous one goes on; pillion_worker_poll tells its end. `loaded.failed` is valid until the next call with this
- * handle.
+ * Carries out this rank's part of a load, after pillion_worker_start of its step. A synchronous load has
+ * ended when the call returns; on a GPU, `stream` waits for it instead: at this call, or with `by_cuts` at
+ * pillion_worker_wait_cut. An asynchronous load goes on; pillion_worker_poll returns its end.
+ * `loaded.failed` is valid until the next call with this handle.
  */
 enum PillionStatus pillion_worker_load(const struct PillionWorker *worker,
                                        struct PillionItemsU8 plan,
@@ -993,15 +1019,16 @@ enum PillionStatus pillion_worker_load(const struct PillionWorker *worker,
                                        struct PillionLoaded *loaded);
 
 /**
- * On a GPU: `stream` waits for cut `cut` (counted from 0) of every synchronous load of the step, and for those before
- * it. To be called for the last cut, at the latest before the step ends.
+ * On a GPU: `stream` waits for cut `cut` (counted from 0) of every synchronous load of the step, and for all
+ * cuts before it. Call this for the last cut before the step ends.
  */
 enum PillionStatus pillion_worker_wait_cut(const struct PillionWorker *worker,
                                            uint32_t cut,
                                            uint64_t stream);
 
 /**
- * Tells the end of one asynchronous load, each once. `loaded.failed` is valid until the next call with this handle.
+ * Returns the end of one asynchronous load; each end is returned once. `loaded.failed` is valid until the
+ * next call with this handle.
  */
 enum PillionStatus pillion_worker_poll(const struct PillionWorker *worker,
                                        struct PillionLoaded *loaded);

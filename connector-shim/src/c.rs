@@ -1,7 +1,6 @@
 //! The C interface, `include/pillion.h`: argument conversion, handles, and one table of errors. No decisions.
 //!
-//! `tests/header.rs` writes the header from these files: their doc comments are its text, and what holds for all calls is
-//! said in `cbindgen.toml`.
+//! `tests/header.rs` writes the header from these files and their doc comments. `cbindgen.toml` has the rules for all calls.
 
 mod engine;
 mod error;

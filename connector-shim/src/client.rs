@@ -1,7 +1,8 @@
-//! What both roles share: the current connection, and one native thread that watches it and replaces it.
+//! The common part of both roles: the current connection, and one native thread that watches and replaces it.
 //!
-//! The thread sleeps in `poll` on the socket while the sidecar lives; after its end it tries once a second, and leaves a
-//! new connection where the session picks it up. It never needs the interpreter.
+//! The thread sleeps in `poll` on the socket while the sidecar lives. After the sidecar's end it tries to
+//! connect once a second, and stores a new connection for the session to take. It never needs the
+//! interpreter.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -17,7 +18,7 @@ use crate::error::{ShimError, refuse_forked};
 /// Time between two attempts to connect: a restarted sidecar is found soon, an absent one costs nothing.
 const RETRY: Duration = Duration::from_secs(1);
 
-/// One process's end of a session that may come and go.
+/// One process's end of a session whose connection may come and go.
 #[derive(Debug)]
 pub(crate) struct Client {
     shared: Arc<ClientShared>,
@@ -26,10 +27,10 @@ pub(crate) struct Client {
     connection: Option<Arc<Connection>>,
 }
 
-/// What [`Client::refresh_connection`] found.
+/// The result of [`Client::refresh_connection`].
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(crate) enum ConnectionChange {
-    /// Nothing.
+    /// The connection is the same.
     Same,
     /// The connection is gone.
     Lost,
@@ -55,7 +56,8 @@ struct ClientState {
 // === impl Client ===
 
 impl Client {
-    /// Tries once, then leaves it to the thread. A refusal is an error where `strict`, else a notice.
+    /// Tries to connect once, then leaves further attempts to the thread. With `strict` a refusal is an
+    /// error, otherwise a notice.
     pub(crate) fn start_client(
         address: SidecarAddress,
         notices: Arc<Notices>,
@@ -83,7 +85,7 @@ impl Client {
         Ok(Self { shared, owner: std::process::id(), generation, connection })
     }
 
-    /// Whether this process is a child of the session's owner, which has neither the mapping nor the thread.
+    /// True in a child of the process that made the session. The child has no mapping and no thread.
     pub(crate) fn is_forked(&self) -> bool {
         refuse_forked(self.owner).is_err()
     }
@@ -98,12 +100,13 @@ impl Client {
         self.generation
     }
 
-    /// What is to be said to the log.
+    /// Notices for the engine's log.
     pub(crate) fn notices(&self) -> &Notices {
         &self.shared.notices
     }
 
-    /// Notices a hang-up, by a look at the socket where `look`, else by what is known; picks up a new connection.
+    /// Finds out whether the sidecar has hung up, with `look` by a poll of the socket, otherwise by its flag;
+    /// picks up a new connection.
     pub(crate) fn refresh_connection(&mut self, look: bool) -> ConnectionChange {
         let gone = self.connection.as_ref().is_some_and(|c| if look { c.is_lost() } else { c.was_lost() });
         if gone {
@@ -119,12 +122,12 @@ impl Client {
         if gone { ConnectionChange::Lost } else { ConnectionChange::Same }
     }
 
-    /// Hangs up on a sidecar that broke the protocol; the thread connects anew.
+    /// Hangs up on a sidecar that broke the protocol; the thread connects again.
     pub(crate) fn give_up(&mut self, text: &str) {
         self.leave_sidecar(NoticeCause::Protocol, describe_breach(text));
     }
 
-    /// Hangs up and says why; the thread connects anew.
+    /// Hangs up and says why; the thread connects again.
     pub(crate) fn leave_sidecar(&mut self, cause: NoticeCause, text: String) {
         self.shared.notices.say(cause, text);
         if let Some(connection) = self.connection.take() {
@@ -132,7 +135,7 @@ impl Client {
         }
     }
 
-    /// Ends the session for good.
+    /// Ends the session permanently.
     pub(crate) fn stop(&mut self) {
         let mut state = self.shared.lock();
         state.stop = true;
@@ -146,7 +149,7 @@ impl Client {
     }
 }
 
-/// What is said of a sidecar that broke the protocol.
+/// The notice about a sidecar that broke the protocol.
 pub(crate) fn describe_breach(text: &str) -> String {
     format!(
         "the sidecar broke the protocol ({text}); connecting again. Install the same pillion release on both sides"
@@ -156,7 +159,8 @@ pub(crate) fn describe_breach(text: &str) -> String {
 impl Drop for Client {
     fn drop(&mut self) {
         if self.is_forked() {
-            // The mappings are not there in a child, and something else may lie at their addresses: never unmap them.
+            // A child does not have the mappings, and other memory may lie at their addresses: never unmap
+            // them.
             std::mem::forget(self.connection.take());
             std::mem::forget(Arc::clone(&self.shared));
         } else {
@@ -214,7 +218,7 @@ impl ClientShared {
         connection
     }
 
-    /// Sleeps; true when the session ended.
+    /// Sleeps until `time`. Returns true if the session has ended.
     fn sleep_until(&self, time: Instant) -> bool {
         let mut state = self.lock();
         loop {

@@ -1,4 +1,4 @@
-//! One connection: the handshake, what came with it, and how its end is noticed.
+//! One connection: the handshake, its results, and the detection of its end.
 
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::PathBuf;
@@ -22,16 +22,16 @@ use crate::pool::MappedPool;
 /// The longest a handshake may take: the engine's start waits for it once.
 pub(crate) const HANDSHAKE: Duration = Duration::from_secs(1);
 
-/// The sidecar's socket, and the encoded HELLO for it, which has passed `Hello::check`.
+/// The sidecar's socket, and the encoded HELLO for it, already checked by `Hello::check`.
 #[derive(Debug)]
 pub(crate) struct SidecarAddress {
     /// The sidecar's socket.
     pub(crate) socket: PathBuf,
-    /// The first record.
+    /// The encoded HELLO, the first record.
     record: Vec<u8>,
-    /// The descriptors sent with it.
+    /// The descriptors sent with the HELLO.
     descriptors: Vec<OwnedFd>,
-    /// Whether this side reads blocks from the pool.
+    /// True if this side reads blocks from the pool.
     maps_pool: bool,
 }
 
@@ -42,7 +42,7 @@ pub(crate) enum ConnectError {
     Absent(Errno),
     /// The sidecar said no: a person must change something.
     Refused(String),
-    /// The sidecar's answer makes no sense: a person must look.
+    /// The sidecar's answer is invalid: a person must look.
     Broken(String),
 }
 
@@ -62,7 +62,7 @@ pub struct Connection {
     lost: AtomicBool,
 }
 
-/// To look without waiting.
+/// A timeout of 0: poll without waiting.
 const AT_ONCE: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
 
 // === impl ConnectError ===
@@ -85,7 +85,7 @@ impl From<HandshakeError> for ConnectError {
 // === impl SidecarAddress ===
 
 impl SidecarAddress {
-    /// Refuses a hello, or a number of descriptors, that the sidecar would.
+    /// Returns an error for a hello, or a number of descriptors, that the sidecar would refuse.
     pub(crate) fn new(
         socket: PathBuf,
         hello: &Hello,
@@ -117,7 +117,7 @@ impl SidecarAddress {
     }
 }
 
-/// Gives the socket's next call what is left of the handshake's time.
+/// Sets the socket's timeout to the rest of the handshake's time.
 fn limit(socket: &OwnedFd, deadline: Instant) -> Result<(), Errno> {
     let left = deadline.saturating_duration_since(clock::read_clock());
     if left.is_zero() {
@@ -154,14 +154,14 @@ impl Connection {
         Ok(Self { memory, pool, welcome, socket, doorbell, sidecar, lost: AtomicBool::new(false) })
     }
 
-    /// The shared words.
+    /// The region of the session's shared words.
     pub(crate) fn region(&self) -> &Region {
         self.memory.region()
     }
 
-    /// Whether its end was noticed already, without a system call.
+    /// True if the end of the connection was noticed already. Makes no system call.
     pub(crate) fn was_lost(&self) -> bool {
-        // Relaxed: the flag stands for nothing but itself.
+        // Relaxed: no other data depends on the flag.
         self.lost.load(Ordering::Relaxed)
     }
 
@@ -170,12 +170,12 @@ impl Connection {
         while !self.poll_lost(None) {}
     }
 
-    /// Whether the sidecar's process has ended, its files and its GPU channels with it: nothing of it writes any more.
+    /// True if the sidecar's process has ended, with its files and GPU channels: it writes nothing any more.
     pub(crate) fn sidecar_is_gone(&self) -> bool {
         has_ended(&self.sidecar)
     }
 
-    /// After the handshake the socket carries nothing: whatever there is to read is the end.
+    /// Polls the socket. After the handshake it carries no data, so any event on it is the connection's end.
     fn poll_lost(&self, timeout: Option<&Timespec>) -> bool {
         let mut sockets = [PollFd::new(&self.socket, PollFlags::IN | PollFlags::RDHUP)];
         // An interrupted poll has seen nothing; the caller looks again.
@@ -226,18 +226,18 @@ impl Endpoint for Connection {
 
     fn hang_up(&self) {
         self.lost.store(true, Ordering::Relaxed);
-        // A peer that hung up first (ENOTCONN) has what we want already.
+        // A peer that hung up first gives ENOTCONN: the connection is closed already.
         let _ = rustix::net::shutdown(&self.socket, Shutdown::Both);
     }
 }
 
-/// Whether a descriptor stands for a process: any other could seem to have ended while the sidecar still writes.
+/// True if a descriptor is a pidfd. Any other descriptor could report an end while the sidecar still writes.
 fn is_process(descriptor: &OwnedFd) -> bool {
     let facts = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", descriptor.as_raw_fd()));
     facts.is_ok_and(|facts| facts.lines().any(|line| line.starts_with("Pid:")))
 }
 
-/// Whether the process behind a pidfd has ended.
+/// True if the process behind a pidfd has ended.
 fn has_ended(process: &OwnedFd) -> bool {
     poll(&mut [PollFd::new(process, PollFlags::IN)], Some(&AT_ONCE)).is_ok_and(|count| count > 0)
 }

@@ -1,8 +1,9 @@
-//! The rules of both roles' sessions, without what lies outside of them.
+//! The rules of both roles' sessions, without clocks, threads and system calls.
 //!
-//! Nothing here reads a clock, sleeps, starts a thread, opens a descriptor or makes a system call but by an [`Endpoint`].
-//! Time is an argument. What both processes share is reached through shm-protocol's types. There are two hosts: this crate's
-//! `scheduler` and `worker`, and the sidecar's simulator.
+//! Nothing here reads a clock, sleeps, starts a thread, opens a descriptor or makes a system call, except
+//! through an [`Endpoint`]. Time is an argument. Memory shared with the sidecar is accessed through
+//! shm-protocol's types. There are two hosts: this crate's `scheduler` and `worker`, and the sidecar's
+//! simulator.
 //!
 //! [`Endpoint`]: endpoint::Endpoint
 

@@ -1,4 +1,4 @@
-//! What a call can fail with. A sidecar that is absent, slow or full is no error: the answer is then "miss".
+//! The errors of a call. An absent, slow or full sidecar is not an error: the answer is then "miss".
 
 use copy_engine::CopyError;
 use copy_engine::cuda::CudaError;
@@ -8,38 +8,38 @@ use thiserror::Error;
 
 use crate::core::plan::PlanError;
 
-/// A caller's mistake, or a sidecar that will not have this engine.
+/// A caller's mistake, or a sidecar's refusal.
 #[derive(Debug, Error)]
 pub enum ShimError {
-    /// An argument that no sidecar could serve: correct the caller.
+    /// An argument is invalid for every sidecar: correct the caller.
     #[error("{0}")]
     Argument(String),
     /// The HELLO breaks a rule of the handshake: the caller must correct the named field.
     #[error(transparent)]
     Hello(#[from] HandshakeError),
-    /// A block hash that is none: correct the caller.
+    /// A block hash is invalid: correct the caller.
     #[error(transparent)]
     Key(#[from] KeyError),
-    /// A plan that this release did not make: install the same release everywhere.
+    /// A plan is not of this release: install the same release everywhere.
     #[error(transparent)]
     Plan(#[from] PlanError),
     /// The engine's KV memory cannot be reached: run without the cache.
     #[error("the engine's KV memory cannot be shared: {0}")]
     Memory(#[from] CopyError),
-    /// The engine's GPU memory cannot be shown to another process: change what the text names.
+    /// The engine's GPU memory cannot be shown to another process: change the setting that the text names.
     #[error(
         "the engine's GPU memory cannot be shared with the sidecar ({0}). Memory of expandable segments and of vLLM's \
          sleep mode has no IPC handle: unset PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and run without \
          --enable-sleep-mode"
     )]
     Export(CudaError),
-    /// A call of the GPU's driver failed: its context is broken, or it lacks what this needs.
+    /// A call of the GPU's driver failed: its context is broken, or it lacks a needed feature.
     #[error("the engine's GPU: {0}")]
     Cuda(#[from] CudaError),
     /// A copy on the engine's own stream could not be enqueued: its context is broken.
     #[error("a copy on the engine's stream was refused: CUDA error {0}")]
     Probe(u32),
-    /// No stream for rescue copies runs beside a waiting engine: change what the text names.
+    /// No stream for rescue copies runs beside a waiting engine: change the setting that the text names.
     #[error(
         "none of {tried} streams copies while the engine's stream waits, so the engine could not finish a load that the \
          sidecar abandons: set CUDA_DEVICE_MAX_CONNECTIONS=32"
@@ -51,13 +51,13 @@ pub enum ShimError {
     /// The sidecar refuses this engine: do what the text says.
     #[error("the sidecar refuses this engine: {0}")]
     Refused(String),
-    /// A proof has failed: the namespace is closed to this engine.
+    /// The proof has failed: the namespace is closed to this engine.
     #[error(
         "the KV of this engine differs from the KV that namespace {0} keeps, so the namespace is closed to it: load the \
          same weights, apply the same rope, and write pages as page_form says. The log shows the difference"
     )]
     Differs(String),
-    /// A forked child used its parent's session: make a new one in the child.
+    /// A forked child used a session of its parent: make a new one in the child.
     #[error("this session belongs to process {owner}: make a new one in this process (after the fork)")]
     Forked {
         /// The process that made the session.
@@ -68,7 +68,7 @@ pub enum ShimError {
 // === impl ShimError ===
 
 impl ShimError {
-    /// The system gives no more threads.
+    /// The error of a thread that could not be started, since the system gives no more threads.
     pub(crate) fn no_thread(error: &std::io::Error) -> Self {
         Self::Argument(format!("a thread could not be started ({error}): raise the limit of processes"))
     }
@@ -79,7 +79,7 @@ pub(crate) fn refuse_argument<T>(text: impl Into<String>) -> Result<T, ShimError
     Err(ShimError::Argument(text.into()))
 }
 
-/// Refuses a forked child of a session's `owner`, the process that made it.
+/// Fails in a forked child: `owner` is the process that made the session.
 pub(crate) fn refuse_forked(owner: u32) -> Result<(), ShimError> {
     if std::process::id() == owner { Ok(()) } else { Err(ShimError::Forked { owner }) }
 }

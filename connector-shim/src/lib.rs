@@ -1,16 +1,18 @@
-//! The engine's side of Pillion: what the connector calls, in plain Rust, and the Python module and C interface over it.
+//! The engine's side of Pillion: the connector's calls in plain Rust, and the Python module and C interface
+//! over them.
 //!
-//! Job: hold one session with the sidecar ([`scheduler`], [`worker`]), write its requests into shared memory, answer
-//! "miss" whenever the sidecar is absent, slow or full, and finish loads that the sidecar cannot. Their rules are in
-//! [`core`], which the simulator of the sidecar drives too.
-//! May depend on: shm-protocol, copy-engine, rustix, sha2, cudarc in `stream` alone, and pyo3 in `python` alone. Never: waits
-//! without a deadline (but for a GPU's own progress, where there is no sidecar to wait for), waits for space, runs an async runtime, logs (it hands notices to its caller), reads the environment, or forms references
-//! to memory that the sidecar writes.
+//! Job: hold one session with the sidecar ([`scheduler`], [`worker`]), write its requests into shared memory,
+//! answer "miss" whenever the sidecar is absent, slow or full, and finish loads that the sidecar cannot.
+//! Their rules are in [`core`], which the simulator of the sidecar also uses.
+//! May depend on: shm-protocol, copy-engine, rustix, sha2, cudarc in `stream` alone, and pyo3 in `python`
+//! alone. Never: waits without a deadline (except for a GPU's own progress, if there is no sidecar to wait
+//! for), waits for space, runs an async runtime, logs (it hands notices to its caller), reads the
+//! environment, or forms references to memory that the sidecar writes.
 
 #![deny(unsafe_code)]
 #![warn(missing_docs)]
 
-// The tests' small sidecar, which sees this crate from outside.
+// The tests' small sidecar uses this crate by its public name.
 #[cfg(test)]
 extern crate self as connector_shim;
 
@@ -35,5 +37,5 @@ mod stream;
 pub mod worker;
 
 #[cfg(feature = "python")]
-#[allow(unsafe_code, reason = "what PyO3's macros expand to")]
+#[allow(unsafe_code, reason = "PyO3's macros expand to unsafe code")]
 mod python;

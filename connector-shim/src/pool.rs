@@ -1,8 +1,9 @@
 //! The sidecar's DRAM pool as this process maps it: read-only, every slot checked before and after its use.
 //!
-//! A memfd is sealed against shrinking. A pool file is not: a mapped word that was cut off it would end this process by
-//! SIGBUS, so its words are read through the descriptor. Copies read file or mapping inside a system call, which fails instead.
-//! A file that was cut and made as long as before gives zeros, beside headers that are sound: so it is looked at, too.
+//! A memfd is sealed against shrinking. A pool file is not: a read of a mapped word beyond the file's end
+//! would kill this process by SIGBUS, so words are read through the descriptor. Copies read file or mapping
+//! inside a system call, which fails instead. A file that was cut and then extended to its old length gives
+//! zeros below sound headers, so the file's extent is checked too.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -19,9 +20,9 @@ use shm_protocol::region::{Access, Region, descriptor_bytes};
 pub(crate) struct MappedPool {
     region: Arc<Region>,
     extent: Extent,
-    /// Whether the file cannot be cut.
+    /// True if the file cannot be cut.
     sealed: bool,
-    /// Whether it was seen to be settled.
+    /// True once the pool's header was seen to be settled.
     settled: AtomicBool,
     segment_bytes: u64,
     segments: u64,
@@ -30,7 +31,7 @@ pub(crate) struct MappedPool {
 // === impl MappedPool ===
 
 impl MappedPool {
-    /// Maps the pool that came with the handshake, once its size and header are sound.
+    /// Maps the pool of the handshake. Fails if its size or header is not sound.
     pub(crate) fn map(fd: &OwnedFd, bytes: u64) -> Result<Self, String> {
         let held = descriptor_bytes(fd).map_err(|errno| format!("the pool: {errno}"))?;
         if held < bytes {
@@ -56,24 +57,24 @@ impl MappedPool {
         Ok(Self { region, extent, sealed, settled, segment_bytes, segments })
     }
 
-    /// What copies read.
+    /// The source of copies from the pool.
     pub(crate) fn source(&self) -> PoolSource<'_> {
         PoolSource { region: &self.region, file: self.extent.file() }
     }
 
-    /// Whether nothing of the pool was lost: asked before and after what is read of it.
+    /// True if the pool has lost nothing. Callers check this before and after each read.
     pub(crate) fn is_whole(&self) -> bool {
         if self.sealed {
             return true;
         }
-        // Before it is settled its sidecar takes memory from it, and serves nothing of it.
+        // A sidecar takes memory from its pool until the pool is settled, and serves nothing before that.
         let settled =
             self.settled.load(Ordering::Relaxed) || self.word_loader()(header::SETTLED as usize) == 1;
         self.settled.store(settled, Ordering::Relaxed);
         !settled || self.extent.is_whole()
     }
 
-    /// Whether the slot is whole and of this filling.
+    /// True if the slot is whole and still holds the filling that `slot` names.
     pub(crate) fn verify_slot(&self, slot: SlotRef, block_bytes: u64) -> bool {
         verify_slot(self.word_loader(), self.segment_bytes, self.segments, slot, block_bytes)
     }
@@ -83,8 +84,8 @@ impl MappedPool {
     }
 }
 
-/// Loads words for [`PoolView`], which keeps to the mapped length. What is not there any more reads as 0, which is no
-/// state of a whole slot.
+/// Returns a loader of words for [`PoolView`], which keeps to the mapped length. A word that cannot be read
+/// is 0, and no whole slot has the state 0.
 fn load_from<'a>(region: &'a Region, file: Option<BorrowedFd<'a>>) -> impl Fn(usize) -> u64 + 'a {
     move |offset| match file {
         None => region.load64(offset),

@@ -340,7 +340,7 @@ impl SchedulerSession {
         self.0.with(|session| session.ask_announcements())
     }
 
-    #[allow(clippy::type_complexity, reason = "what _shim.pyi says of it")]
+    #[allow(clippy::type_complexity, reason = "_shim.pyi declares this type")]
     fn take_changes<'py>(&self, py: Python<'py>) -> PyResult<(Vec<(bool, bool, Bound<'py, PyBytes>)>, bool)> {
         let (changes, saving) = self.0.with(|session| (session.take_changes(), session.saving() > 0))?;
         let remarks = |change: &BlockChange| {

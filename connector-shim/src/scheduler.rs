@@ -1,4 +1,5 @@
-//! The scheduler role in a process: a [`EngineSession`] over a connection that may come and go, and the waits for its answers.
+//! The scheduler role in a process: an [`EngineSession`] over a connection that may come and go, and the
+//! waits for its answers.
 //!
 //! Every call answers at once, except that a query may wait for the step's budget.
 
@@ -23,20 +24,21 @@ pub use crate::core::scheduler::{
 };
 use crate::error::{ShimError, refuse_argument};
 
-/// The longest budget of a step: an engine that waits longer than this for its cache is better off without.
+/// The longest budget of a step: an engine with longer waits for its cache is better off without it.
 pub const BUDGET_MAX: Duration = Duration::from_secs(10);
-/// How long a query is spun for before it sleeps: an awake sidecar answers 512 keys within it. Without yielding: beside a
-/// busy process, a yielded core came back 4 ms later, twice the budget.
+/// Time that a query spins before it sleeps: an awake sidecar answers 512 keys within it. The loop does not
+/// yield: beside a busy process, a yielded core came back 4 ms later, twice the budget.
 pub const SPIN: Duration = Duration::from_micros(50);
-/// How long a query keeps the interpreter, spinning and then sleeping. Beside a busy Python thread, giving it up costs
-/// a whole switch interval (5 ms) to get back, while a sidecar that slept has answered after some 70 us, a few times
-/// that on a busy machine. Other threads lose a tenth of that interval a query, and never more than the step's budget.
+/// Time that a query keeps the interpreter, spinning and then sleeping. Beside a busy Python thread, a
+/// released interpreter comes back after a whole switch interval (5 ms), while a sleeping sidecar answers
+/// after some 70 us, a few times more on a busy machine. Other threads lose a tenth of that interval a query,
+/// and never more than the step's budget.
 pub const HOLD: Duration = Duration::from_micros(500);
-/// The longest sleep between two looks at the socket. A dead sidecar wakes nobody, so this bounds what its death can
-/// cost a query; 1 ms is half the default budget and 20 times a wake-up.
+/// The longest sleep between two looks at the socket. A dead sidecar wakes no one, so this limits the cost of
+/// its death for a query; 1 ms is half the default budget and 20 times a wake-up.
 pub const SLEEP_TURN: Duration = Duration::from_millis(1);
 
-/// What a new session needs to know.
+/// Settings of a new session.
 #[derive(Clone, Debug)]
 pub struct SchedulerSetup {
     /// The sidecar's socket.
@@ -47,20 +49,23 @@ pub struct SchedulerSetup {
     pub world_size: u32,
     /// Random id of this run.
     pub run: [u8; 16],
-    /// How the session asks and loads.
+    /// Settings of the session's queries and loads.
     pub config: SessionConfig,
-    /// Milliseconds that a request waits for blocks which another node may still be producing; `None`: it does not.
+    /// Milliseconds for which a request waits for blocks that another node may still be producing; `None`: it
+    /// does not wait.
     pub miss_wait_ms: Option<u32>,
-    /// Milliseconds that a request waits for another engine that has promised its prompt; `None`: 30,000, the most.
+    /// Milliseconds for which a request waits for another engine with a promise of its prompt; `None`:
+    /// 30,000, the most.
     pub handover_wait_ms: Option<u32>,
-    /// Milliseconds that a request waits for the first, or the next, block of its prompt where no engine has promised it; `None`:
-    /// 1,000.
+    /// Milliseconds for which a request waits for the first, or the next, block of its prompt if no engine
+    /// has promised it; `None`: 1,000.
     pub promise_wait_ms: Option<u32>,
     /// Digest of the engine's table of cache groups, if its ranks state one.
     pub groups: Option<[u8; 16]>,
 }
 
-/// One scheduler's session and its connections. What needs neither clock nor socket is called on the [`EngineSession`] itself.
+/// One scheduler's session and its connections. Calls without a clock or socket go to the [`EngineSession`]
+/// itself.
 #[derive(Debug)]
 pub struct SchedulerClient {
     client: Client,
@@ -84,7 +89,7 @@ impl DerefMut for SchedulerClient {
 }
 
 impl SchedulerClient {
-    /// Connects, or leaves that to the background. Fails for impossible arguments only.
+    /// Connects to the sidecar; without one, retries in the background. Fails only for invalid arguments.
     pub fn new(options: SchedulerSetup) -> Result<Self, ShimError> {
         let budget = options.config.budget;
         if budget > BUDGET_MAX {
@@ -114,20 +119,20 @@ impl SchedulerClient {
         self.client.connection_count()
     }
 
-    /// [`EngineSession::open_log`] on the connection that there is now.
+    /// [`EngineSession::open_log`] on the newest connection.
     pub fn open_log(&mut self, fold: Option<[u8; 16]>) -> i64 {
         self.refresh_connection(false);
         self.session.open_log(fold)
     }
 
-    /// [`EngineSession::salt`]. False: no randomness, no change.
+    /// [`EngineSession::salt`] with random bytes. Returns false, without a change, if the system has none.
     pub fn salt(&mut self) -> bool {
         let salt = draw_random16();
         salt.into_iter().for_each(|salt| self.session.salt(salt));
         salt.is_some()
     }
 
-    /// [`EngineSession::end_step`], and a look whether the sidecar is still there.
+    /// [`EngineSession::end_step`], and a check that the sidecar is still connected.
     pub fn end_step(&mut self) {
         if let Err(text) = self.session.end_step() {
             self.client.give_up(&text);
@@ -165,7 +170,7 @@ impl SchedulerClient {
         self.client.notices().take_texts()
     }
 
-    /// Ends the session for good.
+    /// Ends the session permanently.
     pub fn disconnect(&mut self) {
         self.session.flush();
         self.client.stop();
@@ -211,7 +216,7 @@ impl SchedulerClient {
         }
     }
 
-    /// The first half of [`SchedulerClient::query`]: answers what is known, else posts it.
+    /// The first half of [`SchedulerClient::query`]: returns a known answer, or posts the query.
     pub fn ask_query(&mut self, handle: i64, start: u32, count: u32) -> AskedQuery {
         self.session.ask_query(handle, start, count, clock::read_clock())
     }
@@ -272,7 +277,8 @@ impl SchedulerClient {
         }
     }
 
-    /// The answer to a query that [`SchedulerClient::query`] has answered with [`PENDING`]: still that, once `within` has passed.
+    /// Asks again after [`PENDING`], for the time `within`. Returns the hits, or [`PENDING`] if they are
+    /// still not known.
     pub fn linger(&mut self, handle: i64, start: u32, count: u32, within: Duration) -> i64 {
         let began = clock::read_clock();
         loop {
@@ -304,23 +310,23 @@ impl SchedulerClient {
         }
     }
 
-    /// Whether [`SchedulerClient::post_load`] will have to ask again, which may wait.
+    /// True if [`SchedulerClient::post_load`] will have to renew the lease, which may wait.
     pub fn must_renew(&mut self, handle: i64) -> bool {
         self.session.must_renew(handle, clock::read_clock())
     }
 
-    /// [`EngineSession::sources`] of hits that the log's lease names.
+    /// [`EngineSession::sources`] of hits under the log's lease.
     pub fn sources(&mut self, handle: i64, start: u32, count: u32) -> [u32; Source::ALL.len()] {
         self.session.sources(handle, start, count)
     }
 
-    /// [`EngineSession::post_load`] under a lease that is renewed where it is old.
+    /// [`EngineSession::post_load`]; renews an old lease first.
     pub fn post_load(&mut self, handle: i64, start: u32, blocks: &[u32], step: u64, sync: bool) -> Vec<Plan> {
         if !sync
             && let Some(op) = self.session.renew(handle, clock::read_clock())
             && self.wait_for_answer(op) == PENDING
         {
-            // Nobody asks again for what is not loaded now.
+            // No one will ask again for these keys in this case.
             self.session.release_lease(handle);
         }
         self.session.post_load(handle, start, blocks, step, sync)

@@ -1,8 +1,8 @@
-//! The engine's stream: fence words written and load words awaited in its order, and the proof that copies on another
-//! stream pass it by.
+//! The engine's stream: stores of fence words and waits for load words in its order, and the proof that
+//! copies on another stream pass it.
 //!
-//! The only unsafe code of this crate beside `c/raw.rs`. A stream is borrowed for one call, by the handle that the engine
-//! names in it.
+//! The only unsafe code of this crate beside `c/raw.rs`. A stream is borrowed for one call, by the handle of
+//! that call.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -20,19 +20,20 @@ use shm_protocol::session::SessionMemory;
 
 use crate::error::ShimError;
 
-/// How long a rescue copy of one block may take while the engine's stream waits: a thousand times what it needs.
+/// The longest time of a rescue copy of one block while the engine's stream waits: a thousand times its usual
+/// time.
 const PROBE: Duration = Duration::from_secs(1);
-/// Memory is locked in whole pages; the first one of a probe holds its word.
+/// Memory is locked in whole pages; the first page of a probe holds its word.
 const PAGE: usize = 4096;
 
-/// The pages of a session that streams write and wait on. They must outlive everything enqueued that names them.
+/// The pages of a session that streams write and wait on. They must outlive every enqueued write or wait.
 #[derive(Debug)]
 pub(crate) struct SessionWords {
     header: Registered,
     loads: Registered,
 }
 
-/// A stream of the engine's, for the length of one call.
+/// A stream of the engine, for the length of one call.
 #[derive(Debug)]
 pub(crate) struct EngineStream {
     stream: GpuStream,
@@ -65,7 +66,7 @@ impl SessionWords {
 // === impl EngineStream ===
 
 impl EngineStream {
-    /// The stream of that handle; 0 is the default one.
+    /// Returns the stream with this handle; 0 is the default stream.
     pub(crate) fn borrow(gpu: &Arc<Gpu>, handle: u64) -> Self {
         // SAFETY: the engine states in this very call that the handle is its current stream, on the GPU whose primary
         // context it uses (the one `gpu` retains); the value ends with the call, and no handle is kept to be borrowed again.
@@ -85,22 +86,22 @@ impl EngineStream {
         self.stream.wait_at_least(&words.loads, layout::load_word(op), layout::load_word_value(op, cuts))
     }
 
-    /// A mark behind everything enqueued so far.
+    /// Returns a mark behind all work enqueued so far.
     pub(crate) fn record(&self) -> Result<StreamEvent, CudaError> {
         self.stream.record()
     }
 
-    /// Moves a mark behind everything enqueued so far.
+    /// Moves a mark behind all work enqueued so far.
     pub(crate) fn mark(&self, event: &StreamEvent) -> Result<(), CudaError> {
         self.stream.mark(event)
     }
 
-    /// Which stream it is.
+    /// The stream's handle.
     pub(crate) fn handle(&self) -> u64 {
         self.handle
     }
 
-    /// Blocks until everything enqueued has passed.
+    /// Blocks until all enqueued work has passed.
     pub(crate) fn synchronize(&self) -> Result<(), CudaError> {
         self.stream.synchronize()
     }
@@ -120,8 +121,9 @@ impl Probe {
         Ok(Self { file, region, locked, block_bytes, round: 0 })
     }
 
-    /// Whether `memory` copies into block `block` while `stream` waits with copies queued behind the wait. `run` is where
-    /// the first run of that block's bytes lies in GPU memory, and its length; nobody uses the block yet.
+    /// Returns true if `memory` can copy into block `block` while `stream` waits with copies queued behind
+    /// the wait. `run` is the address and the length of that block's first run of bytes in GPU memory. No one
+    /// may use the block yet.
     pub(crate) fn passes(
         &mut self,
         stream: &EngineStream,
@@ -133,7 +135,7 @@ impl Probe {
         stream.stream.wait_at_least(&self.locked, 0, self.round)?;
         let parked = self.copies_behind(stream, run);
         let passed = parked.map(|()| self.copies_beside(memory, block));
-        // Released whatever was found: the word is this process' own.
+        // Released in every case, so that the stream goes on: only this process uses the word.
         self.region.word64(0).store(self.round, Ordering::Release);
         stream.synchronize()?;
         passed?
@@ -144,8 +146,9 @@ impl Probe {
         let (device, bytes) = (run.0, (run.1 as usize).min(self.block_bytes));
         let host = self.region.bytes_at(PAGE, bytes).expect("a probe holds a block").as_ptr();
         let handle = stream.handle as sys::CUstream;
-        // SAFETY: `device` begins a run of at least `bytes` in the engine's live KV memory, which no one uses yet; `host` is
-        // locked memory of this probe, which lives until `passes` has seen the stream idle; the handle is as in `borrow`.
+        // SAFETY: `device` begins a run of at least `bytes` in the engine's live KV memory, which no one uses
+        // yet; `host` is locked memory of this probe, which lives until `passes` has seen the stream idle;
+        // the handle is as in `borrow`.
         let inward = unsafe { sys::cuMemcpyHtoDAsync_v2(device, host.cast(), bytes, handle) };
         // SAFETY: as above; no Rust reference to the probe's bytes exists.
         let outward = unsafe { sys::cuMemcpyDtoHAsync_v2(host.cast(), device, bytes, handle) };
@@ -155,19 +158,20 @@ impl Probe {
         }
     }
 
-    /// Whether a copy of `memory`'s own ends meanwhile. It is made by another thread, since it may not.
+    /// Returns true if a copy by `memory` ends while the stream waits. Another thread makes the copy, since
+    /// it may not return.
     fn copies_beside(&self, memory: &DeviceMemory, block: u32) -> Result<bool, ShimError> {
         let (sender, ended) = channel();
         std::thread::scope(|scope| {
             let copier = std::thread::Builder::new().name("pillion-probe".into());
             let copier = copier.spawn_scoped(scope, move || {
                 let copied = memory.load_block(&self.file, PAGE as u64, block);
-                // The other end waits, or has seen enough.
+                // The receiver waits, or has given up.
                 let _ = sender.send(copied);
             });
             copier.map_err(|error| ShimError::no_thread(&error))?;
             let copied = ended.recv_timeout(PROBE);
-            // The scope waits for the thread, whose copy ends with the word at the latest.
+            // The scope joins the thread; its copy ends at the latest once the word is released.
             self.region.word64(0).store(self.round, Ordering::Release);
             match copied {
                 Ok(copied) => Ok(copied.map(|()| true)?),

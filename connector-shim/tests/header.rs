@@ -1,4 +1,4 @@
-//! `include/pillion.h` is what the sources say. PILLION_WRITE_HEADER=1 writes it.
+//! `include/pillion.h` must equal the header generated from the sources. PILLION_WRITE_HEADER=1 writes it.
 
 use std::path::Path;
 

@@ -1,4 +1,4 @@
-//! What C is told of a call: a status, and a text for people.
+//! The result of a call for C: a status, and a text for people.
 
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char};
@@ -6,13 +6,14 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use crate::error::ShimError;
 
-/// What became of a call. Without a sidecar, or with one that is slow or full, a call succeeds and the answer is "miss".
+/// The result of a call. Without a sidecar, or with one that is slow or full, a call succeeds and the answer
+/// is "miss".
 #[repr(C)]
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub enum Status {
     /// Done.
     Ok = 0,
-    /// An argument that cannot be: correct the caller.
+    /// The caller passed an invalid argument: correct the caller.
     Argument = 1,
     /// The sidecar refuses this engine: do what the text says.
     Refused = 2,
@@ -20,17 +21,18 @@ pub enum Status {
     Memory = 3,
     /// The GPU's driver failed.
     Device = 4,
-    /// The bytes are no plan of this release: use one release in all processes of the engine.
+    /// The bytes are not a plan of this release: use one release in all processes of the engine.
     Plan = 5,
-    /// A forked child used its parent's handle: make one in the child.
+    /// A forked child used a handle of its parent: make one in the child.
     Forked = 6,
     /// Another thread is inside a call with this handle: let one thread at a time use it.
     Busy = 7,
-    /// A fault of Pillion, described on stderr; the handle only answers this from now on.
+    /// An internal error of Pillion, described on stderr. Every later call with the handle returns this
+    /// status.
     Internal = 8,
 }
 
-/// A failed call: what C is told.
+/// A failed call, as C sees it.
 #[derive(Debug)]
 pub(super) struct CallFailure {
     pub(super) status: Status,
@@ -54,11 +56,11 @@ pub extern "C" fn pillion_version() -> *const c_char {
     VERSION.as_ptr()
 }
 
-/// Why the last failed call of this thread failed, and what to do; empty before the first. Valid until the next
-/// failed call of this thread.
+/// The cause of this thread's last failed call, and the remedy; empty before the first failure. Valid until
+/// the next failed call of this thread.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_error_text() -> *const c_char {
-    // A thread that is ending has no text any more.
+    // A thread that is ending has lost its text.
     ERROR_TEXT.try_with(|text| text.borrow().as_ptr()).unwrap_or(c"".as_ptr())
 }
 
@@ -89,7 +91,7 @@ impl CallFailure {
     }
 }
 
-/// Runs a call; whatever happens in it, C gets a status.
+/// Runs a call and returns its status, also when it panics.
 pub(super) fn run_call(call: impl FnOnce() -> Result<(), CallFailure>) -> Status {
     let failure = match catch_unwind(AssertUnwindSafe(call)) {
         Ok(Ok(())) => return Status::Ok,
@@ -97,12 +99,12 @@ pub(super) fn run_call(call: impl FnOnce() -> Result<(), CallFailure>) -> Status
         Err(_) => CallFailure::internal(),
     };
     let text = CString::new(failure.text.replace('\0', " ")).expect("its zeros were replaced");
-    // A thread that is ending has no place for it; the status is what counts.
+    // A thread that is ending cannot store the text; the status suffices.
     let _ = ERROR_TEXT.try_with(|last| last.replace(text));
     failure.status
 }
 
-/// A pointer that must not be NULL.
+/// Returns the pointer, or an argument error that names it when it is NULL.
 pub(super) fn require_pointer<T>(name: &str, pointer: Option<T>) -> Result<T, CallFailure> {
     pointer.ok_or_else(|| CallFailure::argument(format!("{name} is NULL: pass a pointer")))
 }

@@ -1,4 +1,4 @@
-//! What the handles have in common.
+//! The common part of all handles: the lock, the check for forked children, and the messages for logs.
 
 use std::collections::VecDeque;
 use std::ffi::{CString, c_char};
@@ -17,7 +17,7 @@ pub struct Run {
     pub bytes: [u8; 16],
 }
 
-/// What a handle points at.
+/// The target of a handle.
 #[derive(Debug)]
 pub(super) struct GuardedHandle<S> {
     session: Mutex<S>,
@@ -38,7 +38,7 @@ impl<S> GuardedHandle<S> {
         Self { session: Mutex::new(session), owner: std::process::id() }
     }
 
-    /// One call. A forked child is refused before the lock, which its parent may have held.
+    /// Runs one call. A forked child is refused before the lock, since its parent may have held the lock.
     pub(super) fn enter_call<T>(
         &self,
         call: impl FnOnce(&mut S) -> Result<T, CallFailure>,
@@ -56,7 +56,8 @@ impl<S> GuardedHandle<S> {
     }
 }
 
-/// The end of a handle, if there is one: `leave` says good-bye, but not for the parent of a forked child.
+/// Frees a handle, if there is one. `leave` ends its session, except in a forked child: the session belongs
+/// to the parent.
 pub(super) fn end_handle<S>(handle: Option<GuardedHandle<S>>, leave: impl FnMut(&mut S)) {
     run_call(|| {
         let handle = handle.filter(|handle| refuse_forked(handle.owner).is_ok());
@@ -66,7 +67,7 @@ pub(super) fn end_handle<S>(handle: Option<GuardedHandle<S>>, leave: impl FnMut(
     });
 }
 
-/// Writes a result for C, which must have room for it before it is made.
+/// Writes a result for C. Fails before it computes the result when `out` is NULL.
 pub(super) fn put_result<T>(
     name: &str,
     out: Option<&mut MaybeUninit<T>>,
@@ -79,7 +80,7 @@ pub(super) fn put_result<T>(
 // === impl HandleNotices ===
 
 impl HandleNotices {
-    /// The next message, valid until the next one is asked for; NULL where there is none.
+    /// Returns the next message, valid until the next call; NULL when there is none.
     pub(super) fn next(&mut self, more: impl FnOnce() -> Vec<String>) -> *const c_char {
         self.waiting.extend(more());
         match self.waiting.pop_front() {

@@ -19,13 +19,13 @@ struct KeysState {
     block_tokens: usize,
 }
 
-/// Kinds of extra keys, in the order in which those of one block are given.
+/// Kinds of extra keys, in the order in which the extra keys of one block are given.
 #[repr(u32)]
 #[derive(Copy, Clone, Debug)]
 pub enum ExtraKind {
-    /// The request's LoRA adapter, on every block: `text` is its name, `path` where it was loaded from.
+    /// The request's LoRA adapter, on every block: `text` is its name, `path` its source.
     Lora = 1,
-    /// An image or the like that reaches into the block: `text` identifies it, `offset` is where it begins.
+    /// An image or other item that reaches into the block: `text` identifies it, `offset` is its begin.
     Multimodal = 2,
     /// The request's cache salt, on its first block: `text`.
     CacheSalt = 3,
@@ -33,11 +33,11 @@ pub enum ExtraKind {
     PromptEmbeds = 4,
 }
 
-/// What else than tokens a block's KV depends on. What its kind does not name is ignored.
+/// A reason besides the tokens why a block's KV differs. Fields that its kind does not name are ignored.
 #[repr(C)]
 #[derive(Debug)]
 pub struct ExtraKey {
-    /// The block, counted from the first that was not full before the call.
+    /// Number of the block, counted from the first block that was not full before the call.
     pub block: u32,
     /// A PillionExtraKind.
     pub kind: u32,
@@ -45,7 +45,7 @@ pub struct ExtraKey {
     pub text: Text,
     /// See the kinds.
     pub path: Text,
-    /// In tokens from the block's begin; negative if before it.
+    /// The item's begin in tokens from the block's begin; negative if it lies before the block.
     pub offset: i64,
     /// See the kinds.
     pub bytes: Items<u8>,
@@ -53,8 +53,8 @@ pub struct ExtraKey {
 
 // === exported ===
 
-/// Begins the hashes of a request. The arguments are those facts of the namespace that say how its keys are made, word
-/// for word: `hash_algorithm` (such as "sha256"), `none_hash` (hex digits), `extra_keys` ("tagged" or "bare"), and
+/// Begins the hashes of a request. The arguments are the namespace's facts about its keys, word for word:
+/// `hash_algorithm` (such as "sha256"), `none_hash` (hex digits), `extra_keys` ("tagged" or "bare"), and
 /// `block_tokens`.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_keys_new(
@@ -90,9 +90,9 @@ pub extern "C" fn pillion_keys_free(keys: Option<Box<Keys>>) {
     });
 }
 
-/// Appends tokens. `extra` is empty for most requests; keys of a block that stays partial are to be given again when it
-/// fills. `hashes` becomes all hashes so far, one for each full block from the first on, valid until the next call with
-/// this handle. May be NULL.
+/// Appends tokens. `extra` is empty for most requests; give the extra keys of a block that stays partial
+/// again when it fills. `hashes` becomes all hashes so far, one for each full block from the first on, valid
+/// until the next call with this handle. `hashes` may be NULL.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_keys_append(
     keys: Option<&Keys>,
@@ -103,7 +103,7 @@ pub extern "C" fn pillion_keys_append(
     append_tokens(keys, tokens, extra, hashes)
 }
 
-/// The same for tokens of 64 bits.
+/// Appends tokens of 64 bits, as pillion_keys_append does.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_keys_append64(
     keys: Option<&Keys>,
@@ -135,7 +135,7 @@ fn append_tokens<T: Copy + Into<u64>>(
     })
 }
 
-/// The extra keys of each block, as many blocks as have any.
+/// The extra keys of each block, up to the last block with any.
 fn extra_by_block(extra: &[ExtraKey], blocks: usize) -> Result<Vec<Vec<Extra>>, CallFailure> {
     let mut by_block: Vec<Vec<Extra>> = Vec::new();
     for key in extra {

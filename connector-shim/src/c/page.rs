@@ -1,4 +1,4 @@
-//! `pillion_page_form`: where K and V are in a page, by the fact `page_form`.
+//! `pillion_page_form`: the places of K and V in a page, from the fact `page_form`.
 
 use std::ffi::c_char;
 use std::mem::MaybeUninit;
@@ -8,19 +8,19 @@ use shm_protocol::page_form;
 use super::error::{CallFailure, Status, require_pointer, run_call};
 use super::raw::Text;
 
-/// Where the elements of K or of V are in a page, in bytes. A stride is 0 where its axis has the length 1.
+/// The places of K's or V's elements in a page, in bytes. A stride is 0 if its axis has the length 1.
 #[repr(C)]
 #[derive(Debug, PartialEq)]
 pub struct Place {
-    /// Of the first element, from the begin of the page.
+    /// Offset of the first element from the begin of the page.
     pub offset: u64,
-    /// From one head to the next.
+    /// Stride from one head to the next.
     pub kv_heads: u64,
-    /// From one kernel block to the next.
+    /// Stride from one kernel block to the next.
     pub kernel_blocks: u64,
-    /// From one token of a kernel block to the next.
+    /// Stride from one token of a kernel block to the next.
     pub tokens: u64,
-    /// From one element of a key or of a value to the next.
+    /// Stride from one element of a key or of a value to the next.
     pub elements: u64,
 }
 
@@ -28,11 +28,11 @@ pub struct Place {
 #[repr(C)]
 #[derive(Debug)]
 pub struct Page {
-    /// Layers of a block: this one and all others.
+    /// Layers of a block, this layer included.
     pub layers: u32,
     /// Tokens of a block.
     pub tokens: u32,
-    /// Tokens of a kernel block; as many as of a block where attention kernels divide none.
+    /// Tokens of a kernel block; equal to `tokens` if attention kernels do not divide blocks.
     pub kernel_block_tokens: u32,
     /// Heads of one shard.
     pub kv_heads: u32,
@@ -40,26 +40,27 @@ pub struct Page {
     pub keys: u32,
     /// Elements of a value.
     pub values: u32,
-    /// Of an element, such as "bfloat16". Valid for ever.
+    /// Type of an element, such as "bfloat16". Valid for ever.
     pub dtype: *const c_char,
     /// Length of an element.
     pub element_bytes: u64,
-    /// Where this page begins in its shard of a block.
+    /// Offset of this page in its shard of a block.
     pub begin: u64,
     /// Length of this page.
     pub bytes: u64,
     /// Length of a shard of a block: the pages of all layers.
     pub shard_bytes: u64,
-    /// Where K is.
+    /// The place of K.
     pub k: Place,
-    /// Where V is.
+    /// The place of V.
     pub v: Place,
 }
 
 // === exported ===
 
-/// Where K and V are in the page of a layer, counted from 0, by the fact `page_form`, word for word. Pages that no strides
-/// describe (any `packing` but "none") are PILLION_STATUS_ARGUMENT, and the text says so; so is a layer that is none.
+/// Returns the places of K and V in the page of layer `layer`, counted from 0, from the text of the fact
+/// `page_form`. Fails with PILLION_STATUS_ARGUMENT for pages without strides (any `packing` but "none") and
+/// for a layer that does not exist; the text names the cause.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_page_form(
     page_form: Text,
@@ -87,7 +88,7 @@ pub extern "C" fn pillion_page_form(
     })
 }
 
-/// Layers and bytes of pages.
+/// Number of layers, and bytes, of `pages`.
 fn end_of(pages: &[page_form::Page]) -> (u32, u64) {
     pages.iter().fold((0, 0), |(layers, bytes), page| {
         (layers + page.layers, bytes + u64::from(page.layers) * page.page_bytes())

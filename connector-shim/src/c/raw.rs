@@ -1,7 +1,8 @@
-//! What crosses the boundary by address: the only unsafe code of the C interface.
+//! Values that C passes by address: the only unsafe code of the C interface.
 //!
-//! The types here are made by C as `pillion.h` describes them, or from a slice. That what they name is there, unchanged
-//! during the call, is the header's contract, exactly as it is for a reference among a function's parameters.
+//! C makes the types here as `pillion.h` describes them, or they are made from a slice. The header's contract
+//! says that their targets exist and stay unchanged during the call, as with a reference among a function's
+//! parameters.
 
 use std::ffi::{CStr, c_char};
 #[cfg(test)]
@@ -13,13 +14,13 @@ use shm_protocol::key::BlockHash;
 use super::error::Status;
 use super::error::{CallFailure, require_pointer};
 
-/// `count` items side by side. NULL where there are none.
+/// `count` items side by side. NULL if there are none.
 #[repr(C)]
 #[derive(Debug)]
 pub struct Items<T> {
     /// The first item.
     items: *const T,
-    /// How many there are.
+    /// Number of items.
     count: usize,
 }
 
@@ -28,7 +29,8 @@ pub struct Items<T> {
 #[derive(Debug)]
 pub struct Text(*const c_char);
 
-/// The hash of a block and of all before it. One of 16 bytes has the second digest behind it, or zeros if the engine does not make it.
+/// The hash of a block and of all blocks before it. A hash of 16 bytes has the second digest behind it, or
+/// zeros if the engine does not make it.
 #[repr(C)]
 #[derive(Copy, Clone, Debug)]
 pub struct Hash {
@@ -41,7 +43,7 @@ const _: () = assert!(size_of::<Hash>() == size_of::<BlockHash>() && align_of::<
 // === impl Items ===
 
 impl<T> Items<T> {
-    /// What C reads until the slice is gone.
+    /// Items for C, valid as long as the slice.
     pub(super) fn of_slice(slice: &[T]) -> Self {
         Self { items: slice.as_ptr(), count: slice.len() }
     }
@@ -57,9 +59,9 @@ impl<T> Items<T> {
                 self.count, self.items
             )));
         }
-        // SAFETY: not null, aligned, and no longer than a slice can be, as was just checked. That `count` items are
-        // there, initialised and unchanged while the call lasts, is the contract under which C makes an `Items`; one
-        // made by `of` comes from a slice and is handed to C alone.
+        // SAFETY: not null, aligned, and no longer than a slice can be, as was just checked. By the contract
+        // under which C makes an `Items`, `count` items are there, initialised and unchanged while the call
+        // lasts; an `Items` made by `of_slice` comes from a slice and is handed to C alone.
         Ok(unsafe { std::slice::from_raw_parts(self.items, self.count) })
     }
 }
@@ -72,7 +74,7 @@ impl Items<Hash> {
 }
 
 impl Items<u8> {
-    /// Exactly 16 bytes, or none.
+    /// Returns exactly 16 bytes, or none.
     pub(super) fn get16(&self, name: &str) -> Result<Option<[u8; 16]>, CallFailure> {
         match self.get(name)? {
             [] => Ok(None),
@@ -90,13 +92,13 @@ impl Text {
         require_pointer(name, self.get_some(name)?)
     }
 
-    /// A text that may be missing.
+    /// Returns the text, or `None` if it is NULL.
     pub(super) fn get_some(&self, name: &str) -> Result<Option<&str>, CallFailure> {
         if self.0.is_null() {
             return Ok(None);
         }
-        // SAFETY: not null, as was just checked. That a zero ends it and that nobody changes it while the call lasts is
-        // the contract under which C makes a `Text`; nothing else can.
+        // SAFETY: not null, as was just checked. By the contract under which C makes a `Text`, a zero ends it
+        // and nobody changes it while the call lasts; nothing else can make one.
         let text = unsafe { CStr::from_ptr(self.0) };
         text.to_str()
             .map(Some)
@@ -104,7 +106,7 @@ impl Text {
     }
 }
 
-/// What a call writes for C, where it succeeds.
+/// The result that a successful call writes for C, or the status of a failed one.
 #[cfg(test)]
 pub(super) fn take_result<T>(call: impl FnOnce(Option<&mut MaybeUninit<T>>) -> Status) -> Result<T, Status> {
     let mut result = MaybeUninit::uninit();

@@ -24,54 +24,55 @@ pub(super) struct SchedulerCalls {
     notices: HandleNotices,
 }
 
-/// What a scheduler's session needs to know.
+/// Settings of a scheduler's session.
 #[repr(C)]
 #[derive(Debug)]
 pub struct SchedulerOptions {
     /// Path of the sidecar's socket.
     pub socket: Text,
-    /// Name of this engine, 1 to 256 bytes: the same in its scheduler and its workers, and no other engine's.
+    /// Name of this engine, 1 to 256 bytes: the same in its scheduler and its workers, and different from
+    /// every other engine.
     pub engine: Text,
     /// Workers of the engine, 1 to 64.
     pub world_size: u32,
     /// This run of the engine.
     pub run: Run,
-    /// The longest that all queries of one step may wait together, in microseconds; at most 10,000,000. 2,000 is usual.
+    /// The total wait of all queries of one step, in microseconds, at most 10,000,000; usually 2,000.
     pub query_budget_us: u64,
-    /// Whether the sidecar writes loaded blocks into the engine's memory; else the workers copy them. As in
-    /// PillionWorkerOptions.
+    /// True if the sidecar writes loaded blocks into the engine's memory; false if the workers copy them. The
+    /// same as in PillionWorkerOptions.
     pub sidecar_copies: bool,
-    /// Whether a load may begin as soon as the step before its own is done: true only where a step neither zeroes nor
-    /// copies blocks before its work.
+    /// True if a load may begin as soon as the previous step is done. Set it only if a step does not zero or
+    /// copy blocks before its work.
     pub early_loads: bool,
-    /// How long a request's first query stays unknown (-1) for blocks that another pod may still be computing, in
-    /// milliseconds; at most 2,000. 0: not at all, which is right for an engine that computes its prompts itself.
+    /// Milliseconds, at most 2,000, for which a request's first query stays unknown (-1) while another pod
+    /// may still compute its blocks. 0, for an engine that computes its prompts itself: not at all.
     pub miss_wait_ms: u32,
-    /// 16 bytes, or none: a digest of how this engine's cache is laid out, equal in its scheduler and its workers; a worker
-    /// that states another one takes no part.
+    /// 16 bytes, or none: a digest of this engine's cache layout, equal in its scheduler and its workers. A
+    /// worker with another digest takes no part.
     pub groups: Items<u8>,
 }
 
-/// What is known of a scheduler's session.
+/// State of a scheduler's session.
 #[repr(C)]
 #[derive(Debug)]
 pub struct SchedulerState {
-    /// Connections so far. When it changes, all logs and leases are void: open logs anew.
+    /// Connections so far. When it changes, all logs and leases are void: open the logs again.
     pub generation: u64,
-    /// Blocks whose save is not over: the engine must keep them as they are, or give them up.
+    /// Blocks of unfinished saves: the engine must keep them as they are, or give their saves up.
     pub saving: u64,
-    /// Whether a sidecar is there, as far as is known.
+    /// True while a sidecar is connected, as far as is known.
     pub connected: bool,
     /// The next message for the engine's log, or NULL; each is handed over once.
     pub notice: *const c_char,
-    /// The first 8 bytes of the namespace that the engine is bound to; 0 until every worker has begun a step of this run
-    /// and, after pillion_scheduler_weights, stated its weights.
+    /// The first 8 bytes of the engine's namespace. 0 until every worker has begun a step of this run and,
+    /// after pillion_scheduler_weights, stated its weights.
     pub namespace_word: u64,
-    /// Blocks compared so far, those of them that differ, and blocks not kept because nothing was compared yet.
+    /// Blocks compared so far with kept ones, by pillion_scheduler_check.
     pub blocks_checked: u64,
-    /// See blocks_checked.
+    /// Compared blocks whose bytes differ.
     pub blocks_differing: u64,
-    /// See blocks_checked.
+    /// Blocks not kept because no comparison has passed yet.
     pub blocks_unproven: u64,
     /// Blocks not kept because their step was not accepted.
     pub blocks_unaccepted: u64,
@@ -79,8 +80,8 @@ pub struct SchedulerState {
 
 // === exported ===
 
-/// Connects to the sidecar, or leaves that to the background while none is there. Until every worker is connected too,
-/// each query is a miss.
+/// Connects to the sidecar; without one, retries in the background. Until every worker is connected too, each
+/// query is a miss.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_scheduler_connect(
     options: Option<&SchedulerOptions>,
@@ -113,14 +114,15 @@ pub extern "C" fn pillion_scheduler_connect(
     })
 }
 
-/// Leaves the sidecar and frees the handle; NULL is allowed. Saves that are not over are dropped, leases end.
+/// Leaves the sidecar and frees the handle; NULL is allowed. Unfinished saves are dropped, leases end.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_scheduler_free(scheduler: Option<Box<Scheduler>>) {
     end_handle(scheduler.map(|scheduler| scheduler.0), |state| state.session.disconnect());
 }
 
-/// Opens a log: the list of one request's block hashes, from its first block on. `log` becomes -1 while there is no
-/// sidecar or no room (65,536 logs may be open); every call with such a log does nothing and answers "miss".
+/// Opens a log: the list of one request's block hashes, from its first block on. `log` becomes -1 while there
+/// is no sidecar or no room (65,536 logs may be open); every call with such a log does nothing and answers
+/// "miss".
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_scheduler_open(
     scheduler: Option<&Scheduler>,
@@ -129,8 +131,9 @@ pub extern "C" fn pillion_scheduler_open(
     call_session(scheduler, |state| put_result("log", log, || state.session.open_log(None)))
 }
 
-/// The same, with `fold`, 16 bytes, mixed into each of its hashes: for requests whose KV depends on something that neither the
-/// hashes nor the facts tell, such as an adapter's weights, of which it is a digest.
+/// Opens a log as pillion_scheduler_open does, and mixes `fold`, 16 bytes, into each of its hashes. Use it
+/// for requests whose KV depends on something outside the hashes and the facts, such as an adapter's weights;
+/// `fold` is then a digest of these.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_scheduler_open_folded(
     scheduler: Option<&Scheduler>,
@@ -143,9 +146,10 @@ pub extern "C" fn pillion_scheduler_open_folded(
     })
 }
 
-/// Appends hashes, the first of which is the request's block `start`, which must be the log's length so far. `length`
-/// becomes the log's length: unchanged where there is no room for all of them, 0 where the log is void. May be NULL. All open logs
-/// have room for 1,048,576 hashes, each counted up to a multiple of 64.
+/// Appends hashes. The first is the request's block `start`, which must equal the log's length so far.
+/// `length` becomes the log's length: unchanged if there is no room for all of them, 0 if the log is void; it
+/// may be NULL. All open logs together have room for 1,048,576 hashes; each log counts up to a multiple of
+/// 64.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_scheduler_append(
     scheduler: Option<&Scheduler>,
@@ -167,8 +171,8 @@ pub extern "C" fn pillion_scheduler_append(
     })
 }
 
-/// Tells, as soon as a request has arrived, that its log's blocks `start..start + count` will be asked for: what lies on a
-/// disk is then fetched before they are. Waits for nothing, promises nothing.
+/// Announces a later query of the log's blocks `start..start + count`: the sidecar fetches those on a disk
+/// before it. Call this as soon as the request has arrived. The call does not wait and promises nothing.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_scheduler_hint(
     scheduler: Option<&Scheduler>,
@@ -179,10 +183,11 @@ pub extern "C" fn pillion_scheduler_hint(
     tell_session(scheduler, |session| session.hint(log, start, count))
 }
 
-/// Asks how many of the log's blocks `start..start + count` the cache holds from `start` on, and waits for the answer
-/// within the step's budget. `hits` becomes that number, and the log holds a lease on these blocks, which ends by
-/// load, release, close, another query or time; or -1: not known yet, ask again in a later step. Blocks beyond the log's
-/// length, and beyond 65,536 at once, are not asked for.
+/// Asks how many of the log's blocks `start..start + count` the cache holds from `start` on, and waits for
+/// the answer within the step's budget. `hits` becomes that number, and the log holds a lease on these blocks
+/// until load, release, close, another query, or a time limit. `hits` is -1 while the answer is not known:
+/// ask again in a later step. Blocks beyond the log's length, and more than 65,536 at once, are not asked
+/// for.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_scheduler_query(
     scheduler: Option<&Scheduler>,
@@ -194,10 +199,11 @@ pub extern "C" fn pillion_scheduler_query(
     call_session(scheduler, |state| put_result("hits", hits, || state.session.query(log, start, count)))
 }
 
-/// Promises that in step `step` every worker loads the log's blocks from `start` on into the engine's blocks named by
-/// `blocks`, and uses up the lease. `plan` becomes what pillion_worker_load takes, to be handed to every worker; it is
-/// valid until the next call with this handle. No bytes: no lease covers these blocks (any more), load nothing.
-/// `sync`: the step needs the blocks; else the request waits until every worker's pillion_worker_poll told the end.
+/// Promises that in step `step` every worker loads the log's blocks from `start` on into the engine's blocks
+/// `blocks`, and uses up the lease. `plan` becomes the bytes for pillion_worker_load; hand them to every
+/// worker. They are valid until the next call with this handle. An empty plan: no lease covers these blocks
+/// (any more), load nothing. `sync`: the step needs the blocks; without it the request waits until
+/// pillion_worker_poll of every worker has returned the load's end.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_scheduler_load(
     scheduler: Option<&Scheduler>,
@@ -212,17 +218,17 @@ pub extern "C" fn pillion_scheduler_load(
         let blocks = blocks.get("blocks")?;
         put_result("plan", plan, || {
             let plans = state.session.post_load(log, start, blocks, step, sync);
-            // One at most: a session without parts.
+            // One at most: this session has no parts.
             state.plan = plans.first().map_or(Vec::new(), Plan::encode);
             Items::of_slice(&state.plan)
         })
     })
 }
 
-/// Saves the log's blocks from `start` on from the engine's blocks named by `blocks`, once every worker said that step
-/// `step` is done. They are kept once pillion_scheduler_accept named that step. They must stay as they are until the save is over
-/// (PillionSchedulerState), or be given up before.
-/// `posted` becomes false where the save was dropped for lack of a sidecar or of room. May be NULL.
+/// Saves the log's blocks from `start` on from the engine's blocks `blocks`, once every worker has called
+/// pillion_worker_done for step `step`. The sidecar keeps them once pillion_scheduler_accept has named that
+/// step. They must stay as they are until the save is over (PillionSchedulerState), or be given up before.
+/// `posted` becomes false if the save was dropped for lack of a sidecar or of room; it may be NULL.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_scheduler_save(
     scheduler: Option<&Scheduler>,
@@ -235,11 +241,12 @@ pub extern "C" fn pillion_scheduler_save(
     post_save(scheduler, log, start, blocks, (step, false), posted)
 }
 
-/// Has blocks compared that this engine computed itself, and that are kept already: the log's from `start` on, in the engine's
-/// blocks named by `blocks`, once every worker said that step `step` is done. PillionSchedulerState counts what came of it. An
-/// engine that has its facts from others (PillionWorkerOptions) may load, but nothing that it saves is kept until blocks of its have passed, unless it is the
-/// first of its namespace: it computes the first block of a request whose first block is kept. One whose blocks
-/// differ is served nothing any more. `posted` as of pillion_scheduler_save.
+/// Compares blocks that this engine computed itself with kept blocks: the log's blocks from `start` on, in
+/// the engine's blocks `blocks`, once every worker has called pillion_worker_done for step `step`.
+/// PillionSchedulerState counts the results. An engine that took over its facts (PillionWorkerOptions) may
+/// load at once, but its saves are not kept until some of its blocks have passed, unless it is the first of
+/// its namespace. For this it computes the first block of a request although that block is kept. An engine
+/// whose blocks differ is served nothing any more. `posted` as in pillion_scheduler_save.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_scheduler_check(
     scheduler: Option<&Scheduler>,
@@ -252,16 +259,17 @@ pub extern "C" fn pillion_scheduler_check(
     post_save(scheduler, log, start, blocks, (step, true), posted)
 }
 
-/// Says that the engine went on with the output of step `step`, which every worker returned without an error. Until then no save of
-/// that step is kept; without this call none ever is. Saves of earlier steps that were not accepted are dropped. To be called
-/// after pillion_scheduler_void_saves, where a load of the step failed.
+/// Says that the engine went on with the output of step `step`, and that every worker returned from it
+/// without an error. No save of that step is kept before this call. Saves of earlier steps without this call
+/// are dropped. If a load of the step failed, call pillion_scheduler_void_saves first.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_scheduler_accept(scheduler: Option<&Scheduler>, step: u64) -> Status {
     tell_session(scheduler, |session| session.accept_step(step))
 }
 
-/// Gives up every unfinished save of these blocks. To be called before a load into them, and, in the step that may
-/// overwrite them, before its own saves and its pillion_scheduler_end_step: a save given up later may keep wrong bytes.
+/// Gives up every unfinished save of these blocks. Call this before a load into them. Call it also in a step
+/// that may overwrite them, before that step's saves and its pillion_scheduler_end_step: a save given up
+/// later may keep wrong bytes.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_scheduler_overwrite(scheduler: Option<&Scheduler>, blocks: Items<u32>) -> Status {
     call_session(scheduler, |state| {
@@ -270,7 +278,7 @@ pub extern "C" fn pillion_scheduler_overwrite(scheduler: Option<&Scheduler>, blo
     })
 }
 
-/// Gives up every unfinished save: to be called when a load failed and blocks may have been computed upon it.
+/// Gives up every unfinished save. Call this when a load failed and blocks may have been computed from it.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_scheduler_void_saves(scheduler: Option<&Scheduler>) -> Status {
     tell_session(scheduler, |session| session.void_saves())
@@ -282,15 +290,16 @@ pub extern "C" fn pillion_scheduler_release(scheduler: Option<&Scheduler>, log: 
     tell_session(scheduler, |session| session.release_lease(log))
 }
 
-/// Closes a log when its request is over. Loads and saves that were promised go on.
+/// Closes a log when its request is over. Promised loads and saves go on.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_scheduler_close(scheduler: Option<&Scheduler>, log: i64) -> Status {
     tell_session(scheduler, |session| session.close_log(log, 0))
 }
 
-/// Says that the weights may have changed for the `count`th time: unfinished saves are given up, and nothing is served until
-/// every worker has called pillion_worker_weights with this count. Equal weights give the old blocks back. Blocks that were
-/// computed before, or upon such blocks, must not be saved afterwards. A count that is not above the last one does nothing.
+/// Says that the weights may have changed for the `count`th time. Unfinished saves are given up, and nothing
+/// is served until every worker has called pillion_worker_weights with this count. Equal weights give the old
+/// blocks back. The caller must not save blocks that were computed before this call, or from such blocks. A
+/// count that is not above the last one has no effect.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_scheduler_weights(scheduler: Option<&Scheduler>, count: u64) -> Status {
     tell_session(scheduler, |session| {
@@ -299,7 +308,8 @@ pub extern "C" fn pillion_scheduler_weights(scheduler: Option<&Scheduler>, count
     })
 }
 
-/// Forgets what this engine kept: unfinished saves are given up, and nothing saved before is served to it any more.
+/// Forgets all that this engine saved: unfinished saves are given up, and earlier blocks are not served to it
+/// any more.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_scheduler_reset(scheduler: Option<&Scheduler>) -> Status {
     call_session(scheduler, |state| {
@@ -311,9 +321,9 @@ pub extern "C" fn pillion_scheduler_reset(scheduler: Option<&Scheduler>) -> Stat
     })
 }
 
-/// Ends the scheduling of a step: all that was posted becomes visible to the sidecar, finished saves are counted, the
-/// budget of queries is whole again. To be called before the workers begin that step. `state` may be NULL; its notice
-/// is valid until the next call with this handle.
+/// Ends the scheduling of a step: all posted requests become visible to the sidecar, finished saves are
+/// counted, and the budget of queries is whole again. Call this before the workers begin that step. `state`
+/// may be NULL; its notice is valid until the next call with this handle.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_scheduler_end_step(
     scheduler: Option<&Scheduler>,
@@ -356,7 +366,7 @@ fn post_save(
     })
 }
 
-/// A call that says something and has no answer.
+/// Runs a call without an answer.
 pub(super) fn tell_session(
     scheduler: Option<&Scheduler>,
     tell: impl FnOnce(&mut scheduler::SchedulerClient),

@@ -1,4 +1,5 @@
-//! `pillion_worker_*`: one rank of an engine, which shows its KV memory, says how far its steps are, and loads blocks.
+//! `pillion_worker_*`: one rank of an engine, which shares its KV memory, reports the progress of its steps,
+//! and loads blocks.
 
 use std::collections::VecDeque;
 use std::ffi::{CString, c_char};
@@ -21,9 +22,9 @@ pub struct Worker(GuardedHandle<WorkerCalls>);
 #[derive(Debug)]
 struct WorkerCalls {
     session: worker::RankClient,
-    /// Asynchronous loads that ended and were not told yet.
+    /// Asynchronous loads that ended, for pillion_worker_poll to return.
     ended: VecDeque<EndedLoad>,
-    /// Of the load told last.
+    /// Failed blocks of the load returned last.
     failed: Vec<u32>,
     namespace: CString,
     notices: HandleNotices,
@@ -33,27 +34,28 @@ struct WorkerCalls {
 #[repr(C)]
 #[derive(Copy, Clone, Debug)]
 pub struct Region {
-    /// Which of the descriptors, or of the pointers, counted from 0.
+    /// Index of the descriptor or pointer, counted from 0.
     pub memory: u32,
-    /// Where block 0 begins, in bytes.
+    /// Offset of block 0, in bytes.
     pub offset: u64,
-    /// From one block to the next, in bytes; at least `bytes`.
+    /// Bytes from one block to the next; at least `bytes`.
     pub stride: u64,
     /// Length of the run.
     pub bytes: u64,
 }
 
-/// One of the facts that make the bytes of two engines interchangeable. The same facts are the same namespace.
+/// A fact: a property of an engine by which the bytes of its blocks are interchangeable with those of other
+/// engines. Engines with the same facts share a namespace.
 #[repr(C)]
 #[derive(Debug)]
 pub struct Fact {
-    /// Its name.
+    /// The fact's name.
     pub name: Text,
-    /// Its value.
+    /// The fact's value.
     pub value: Text,
 }
 
-/// What a worker's session needs to know. Either `descriptors` or `pointers` are given.
+/// Settings of a worker's session. Pass either `descriptors` or `pointers`.
 #[repr(C)]
 #[derive(Debug)]
 pub struct WorkerOptions {
@@ -65,34 +67,39 @@ pub struct WorkerOptions {
     pub world_size: u32,
     /// This worker's number, below `world_size`.
     pub rank: u32,
-    /// Which part of every block lies here: `rank / (world_size / shards)`.
+    /// Number of the part of every block in this worker's memory: `rank / (world_size / shards)`.
     pub shard: u32,
-    /// Distinct parts of a block over all ranks, a divisor of `world_size`: fewer than ranks where ranks hold equal bytes.
+    /// Distinct parts of a block over all ranks, a divisor of `world_size`: fewer than ranks if several ranks
+    /// hold equal bytes.
     pub shards: u32,
     /// Blocks in the memory; a block's id is below it. Block 0 is never saved.
     pub blocks: u32,
-    /// Whether the sidecar writes loaded blocks: true on a GPU; on a host false keeps a frozen sidecar from writing late.
+    /// True if the sidecar writes loaded blocks: true on a GPU. On a host, false keeps a frozen sidecar from
+    /// writing late.
     pub sidecar_copies: bool,
-    /// What a block consists of, in the order of its bytes in the cache; 1 to 1,024.
+    /// The regions of a block, in the order of its bytes in the cache; 1 to 1,024.
     pub regions: Items<Region>,
-    /// At most 256. `pillion ctl namespaces` tells those of the engines that it knows.
+    /// At most 256. `pillion ctl namespaces` prints the facts of the connected engines.
     pub facts: Items<Fact>,
-    /// The namespace that the facts must make, 32 hex digits: another one is refused, with what differs. NULL: any.
+    /// The expected namespace of the facts, 32 hex digits. The sidecar refuses a rank with another namespace
+    /// and names the differences. NULL: any namespace.
     pub expects: Text,
-    /// 16 bytes, or none: a digest of a sample of the rank's live weights, equal in every engine that loaded the same.
-    /// Engines that state it share with no engine that does not. Instead, an engine that joins others may state the fact
-    /// `weights_live` that `pillion ctl namespaces` tells of them. An engine that does, or that has `expects` and no digest, has
-    /// to prove what it computes before it may save: see pillion_scheduler_check.
+    /// 16 bytes, or none: a digest of a sample of the rank's live weights, equal in all engines with the same
+    /// weights. Engines with this digest share no blocks with engines without it. An engine that joins others
+    /// may instead state their fact `weights_live`, as `pillion ctl namespaces` prints it. Such an engine,
+    /// and one with `expects` and no digest, must pass a comparison of its blocks before it may save: see
+    /// pillion_scheduler_check.
     pub live_weights: Items<u8>,
-    /// Host memory, by descriptors of shared memory (memfd_create(2)) that can be written; at most 64. They stay the
-    /// caller's and may be closed after the call.
+    /// Host memory, by writable descriptors of shared memory (memfd_create(2)); at most 64. The caller keeps
+    /// them and may close them after the call.
     pub descriptors: Items<i32>,
-    /// GPU memory, by CUDA device pointers into allocations that can be exported (cudaMalloc); at most 64. The
-    /// calling thread's context is the GPU's. A connect writes zeros into the last block, so it comes before any use. The
-    /// memory is freed after pillion_worker_free only, and after pillion_worker_poll has told the end of every load.
+    /// GPU memory, by CUDA device pointers into allocations that can be exported (cudaMalloc); at most 64.
+    /// The calling thread must have the GPU's context. Connect before any use of the memory: the call writes
+    /// zeros into the last block. Free the memory only after pillion_worker_free, and after
+    /// pillion_worker_poll has returned the end of every load.
     pub pointers: Items<u64>,
-    /// With `pointers`: ascending ends of the parts of a block in which a load is delivered, in bytes, the last one the
-    /// block's; at most 255.
+    /// With `pointers`: ascending ends, in bytes, of the parts (cuts) of a block in which a load is
+    /// delivered. The last end is the block's length. At most 255.
     pub cuts: Items<u64>,
     /// With `pointers`: the CUstream on which the engine computes.
     pub stream: u64,
@@ -100,16 +107,17 @@ pub struct WorkerOptions {
     pub groups: Items<u8>,
 }
 
-/// What is known of a worker's session.
+/// State of a worker's session.
 #[repr(C)]
 #[derive(Debug)]
 pub struct WorkerState {
     /// Connections so far.
     pub generation: u64,
-    /// Whether a sidecar is there, as far as is known.
+    /// True while a sidecar is connected, as far as is known.
     pub connected: bool,
-    /// The namespace of this rank's blocks, 32 hex digits; empty while it is not known. Where several workers state their
-    /// weights it is known once each has begun a step, and after pillion_scheduler_weights once each has answered.
+    /// The namespace of this rank's blocks, 32 hex digits; empty while it is not known. If several workers
+    /// state their weights, it is known once each has begun a step, and after pillion_scheduler_weights once
+    /// each has answered.
     pub namespace_id: *const c_char,
     /// The next message for the engine's log, or NULL; each is handed over once.
     pub notice: *const c_char,
@@ -119,17 +127,17 @@ pub struct WorkerState {
 #[repr(C)]
 #[derive(Debug)]
 pub struct Loaded {
-    /// Whether the load has ended; of pillion_worker_poll: whether there is one to tell.
+    /// True if the load has ended; for pillion_worker_poll, true if there is an end to return.
     pub ended: bool,
-    /// Number of the load, by which the end of an asynchronous one is known again.
+    /// Number of the load, the same as pillion_worker_load returned for it.
     pub op: u64,
-    /// Blocks that do not hold what was asked for and must be computed; then pillion_scheduler_void_saves is due.
+    /// Blocks whose load failed: the engine must compute them and call pillion_scheduler_void_saves.
     pub failed: Items<u32>,
 }
 
 // === exported ===
 
-/// Shows a rank's KV memory to the sidecar, or leaves that to the background while none is there. Fails where the
+/// Shares a rank's KV memory with the sidecar; without a sidecar, retries in the background. Fails if the
 /// sidecar refuses, and the text says why.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_worker_connect(
@@ -150,14 +158,14 @@ pub extern "C" fn pillion_worker_connect(
     })
 }
 
-/// Leaves the sidecar and frees the handle; NULL is allowed. Loads in progress end by themselves, and may write until then:
-/// poll their ends first where the memory is to be freed.
+/// Leaves the sidecar and frees the handle; NULL is allowed. Loads in progress end by themselves, and may
+/// write until then: poll their ends before you free the memory.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_worker_free(worker: Option<Box<Worker>>) {
     end_handle(worker.map(|worker| worker.0), |state| state.session.disconnect());
 }
 
-/// What is known of the session; its texts are valid until the next call with this handle.
+/// Returns the session's state; its texts are valid until the next call with this handle.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_worker_state(
     worker: Option<&Worker>,
@@ -175,8 +183,9 @@ pub extern "C" fn pillion_worker_state(
     })
 }
 
-/// Step `step` of run `run` begins: blocks are as the scheduler meant them, loads of the step may be written. On a GPU,
-/// once `stream` gets there. Steps are numbered by the scheduler from 1 on and never go back.
+/// Says that step `step` of run `run` begins: the blocks are as the scheduler planned, and loads of the step
+/// may be written. On a GPU this holds once `stream` reaches this call. The scheduler numbers steps from 1
+/// on, and never backwards.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_worker_start(
     worker: Option<&Worker>,
@@ -191,17 +200,18 @@ pub extern "C" fn pillion_worker_start(
     })
 }
 
-/// States, in answer to the `count`th pillion_scheduler_weights, which weights this rank holds: `live` is a digest of 16 bytes
-/// as in PillionWorkerOptions. None: they are not known, and its blocks are from now on shared with nobody. To be called before
-/// pillion_worker_start of the first step that the scheduler posted after its call; loads fail until all workers have.
+/// States the weights of this rank, in answer to the `count`th pillion_scheduler_weights: `live` is a digest
+/// of 16 bytes as in PillionWorkerOptions. None: the weights are not known, and this rank's blocks are from
+/// now on not shared. Call this before pillion_worker_start of the first step that the scheduler posted after
+/// its call; loads fail until all workers have called it.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_worker_weights(worker: Option<&Worker>, count: u64, live: Items<u8>) -> Status {
     call(worker, |state| Ok(state.session.set_weights(count, live.get16("live")?)?))
 }
 
-/// The KV of step `step` is written; on a GPU, once `stream` gets there. Not to be called for a step computed upon blocks
-/// that were not loaded, until the scheduler voided its saves. `wake`: a load or save waits for this step, so wake a
-/// sleeping sidecar.
+/// Says that the KV of step `step` is written; on a GPU, once `stream` reaches this call. Do not call it for
+/// a step computed from blocks that were not loaded, until the scheduler has voided its saves. `wake`: a load
+/// or save waits for this step, so wake a sleeping sidecar.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_worker_done(worker: Option<&Worker>, step: u64, wake: bool, stream: u64) -> Status {
     call(worker, |state| {
@@ -210,10 +220,10 @@ pub extern "C" fn pillion_worker_done(worker: Option<&Worker>, step: u64, wake: 
     })
 }
 
-/// Carries out this rank's part of a load, after pillion_worker_start of its step. A synchronous one has ended when the
-/// call returns, or, on a GPU, `stream` waits for it: with `by_cuts` not at once, but where pillion_worker_wait_cut says.
-/// An asynchronous one goes on; pillion_worker_poll tells its end. `loaded.failed` is valid until the next call with this
-/// handle.
+/// Carries out this rank's part of a load, after pillion_worker_start of its step. A synchronous load has
+/// ended when the call returns; on a GPU, `stream` waits for it instead: at this call, or with `by_cuts` at
+/// pillion_worker_wait_cut. An asynchronous load goes on; pillion_worker_poll returns its end.
+/// `loaded.failed` is valid until the next call with this handle.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_worker_load(
     worker: Option<&Worker>,
@@ -238,14 +248,15 @@ pub extern "C" fn pillion_worker_load(
     })
 }
 
-/// On a GPU: `stream` waits for cut `cut` (counted from 0) of every synchronous load of the step, and for those before
-/// it. To be called for the last cut, at the latest before the step ends.
+/// On a GPU: `stream` waits for cut `cut` (counted from 0) of every synchronous load of the step, and for all
+/// cuts before it. Call this for the last cut before the step ends.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_worker_wait_cut(worker: Option<&Worker>, cut: u32, stream: u64) -> Status {
     call(worker, |state| Ok(state.session.wait_cut(cut as usize, stream)?))
 }
 
-/// Tells the end of one asynchronous load, each once. `loaded.failed` is valid until the next call with this handle.
+/// Returns the end of one asynchronous load; each end is returned once. `loaded.failed` is valid until the
+/// next call with this handle.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_worker_poll(
     worker: Option<&Worker>,
@@ -266,7 +277,7 @@ fn call(worker: Option<&Worker>, call: impl FnOnce(&mut WorkerCalls) -> Result<(
     run_call(|| require_pointer("worker", worker)?.0.enter_call(call))
 }
 
-/// Facts by name, each stated once.
+/// Returns the facts by name. Fails if a name occurs twice.
 pub(super) fn read_facts(stated: &Items<Fact>) -> Result<Facts, CallFailure> {
     let stated = stated.get("facts")?;
     let fact = |fact: &Fact| -> Result<_, CallFailure> {

@@ -1,4 +1,4 @@
-//! What the engine lends the sidecar until its head passes a message: key chunks and the block-id circle.
+//! Memory lent to the sidecar until its head passes a message: key chunks and the block-id circle.
 
 use std::collections::VecDeque;
 
@@ -14,7 +14,7 @@ pub(crate) struct Chunks {
     retired: VecDeque<(u32, Vec<u32>)>,
 }
 
-/// The block-id circle: used in message order, free again when the head has passed the message that names it.
+/// The block-id circle: used in message order. Ids are free again when the head has passed their message.
 #[derive(Debug, Default)]
 pub(crate) struct BlockIds {
     next: u32,
@@ -48,7 +48,7 @@ impl Chunks {
         }
     }
 
-    /// Takes back what the sidecar has let go.
+    /// Takes back the chunks of logs whose CLOSE the sidecar has copied out.
     pub(crate) fn reclaim(&mut self, acknowledged: u32) {
         while let Some((_, chunks)) =
             self.retired.pop_front_if(|(sequence, _)| has_passed(acknowledged, *sequence))
@@ -77,7 +77,7 @@ impl BlockIds {
         self.posted.push_back((sequence, self.next));
     }
 
-    /// Takes back what the sidecar has copied out.
+    /// Takes back the ids of messages that the sidecar has copied out.
     pub(crate) fn reclaim(&mut self, acknowledged: u32) {
         while let Some((_, end)) =
             self.posted.pop_front_if(|(sequence, _)| has_passed(acknowledged, *sequence))

@@ -1,4 +1,4 @@
-//! The trait by which a session uses a connection: the product's over a socket, or the simulator's.
+//! The trait of a session's connection: over a socket in the product, in memory in the simulator.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use shm_protocol::session::SessionMemory;
 pub trait Endpoint {
     /// The session's shared memory.
     fn memory(&self) -> &SessionMemory;
-    /// Epoch of the sidecar: another after each of its starts.
+    /// Epoch of the sidecar: a new one after each of its starts.
     fn epoch(&self) -> u64;
     /// How long the sidecar keeps a lease.
     fn lease_ttl(&self) -> Duration;
@@ -23,8 +23,8 @@ pub trait Endpoint {
     fn knows_acceptance(&self) -> bool;
     /// Wakes the sidecar if it sleeps.
     fn ring(&self);
-    /// Whether the sidecar is gone. Looks without waiting; the answer stays yes.
+    /// True if the sidecar is gone. Looks without waiting; the answer stays true.
     fn is_lost(&self) -> bool;
-    /// Hangs up. The sidecar stops everything it does for this session.
+    /// Hangs up. The sidecar then stops all work for this session.
     fn hang_up(&self);
 }

@@ -1,7 +1,7 @@
-//! The key logs of a session: which chunks hold a request's keys, and the lease that its last query was granted.
+//! The key logs of a session: the chunks of each request's keys, and the lease of its last query.
 //!
-//! The engine's handle of a log is `incarnation << 16 | number`. Incarnations never repeat, also not over connections,
-//! so a handle from before a reconnect, or of a closed log, is recognised and is a miss.
+//! The engine's handle of a log is `incarnation << 16 | number`. Incarnations never repeat, also not over
+//! connections, so a handle of a closed log, or from before a reconnect, is recognised and is a miss.
 
 use std::time::{Duration, Instant};
 
@@ -25,20 +25,20 @@ pub(crate) struct RequestLog {
     pub(crate) awaits: bool,
     /// Another engine will load its keys.
     pub(crate) handover: bool,
-    /// It is told that its keys will be produced, with the keys.
+    /// The sidecar is told, with its keys, that this engine will produce them.
     pub(crate) promised: bool,
     /// The log ends with the key of a prompt's tail: further appends are refused.
     pub(crate) tail: bool,
-    /// What the last answer promised.
+    /// The lease of the last answer.
     pub(crate) lease: Option<LogLease>,
-    /// A query that was posted ahead, or that the sidecar will answer later.
+    /// A query posted ahead of its question, or pending at the sidecar.
     pub(crate) pending: Option<u64>,
 }
 
 /// The right to load keys `first..from+hits`.
 #[derive(Copy, Clone, Debug)]
 pub(crate) struct LogLease {
-    /// The query that was granted it.
+    /// The query of the lease.
     pub(crate) op: u64,
     /// First key asked for.
     pub(crate) from: u32,
@@ -48,9 +48,9 @@ pub(crate) struct LogLease {
     pub(crate) hits: u32,
     /// The first leased key of these: the last one after a query for the last kept key.
     pub(crate) first: u32,
-    /// Blocks of them were still on their way: they are loaded in parts, and no step may count on it.
+    /// Some of these blocks were still on their way: they are loaded in parts, and no step may count on them.
     pub(crate) arriving: bool,
-    /// When the query was posted, which is before the sidecar's clock for it began.
+    /// Time when the query was posted, earlier than the sidecar's time of the lease.
     pub(crate) since: Instant,
 }
 
@@ -71,13 +71,14 @@ pub(crate) struct LogTable {
 // === impl RequestLog ===
 
 impl RequestLog {
-    /// Chunk and index in it of key `key`.
+    /// The chunk of key `key`, and the key's index in it.
     pub(crate) fn key_place(&self, key: u32) -> (u32, usize) {
         let key = key as usize;
         (self.chunks[key / CHUNK_KEYS], key % CHUNK_KEYS)
     }
 
-    /// How many of `count` keys from `start` on one question can name: those that were appended, and no more than fit.
+    /// The number of keys, of `count` from `start` on, that one query can name: keys already appended, and at
+    /// most `QUERY_KEYS`.
     pub(crate) fn askable(&self, start: u32, count: u32) -> u32 {
         count.min(self.length.saturating_sub(start)).min(QUERY_KEYS as u32)
     }
@@ -86,7 +87,7 @@ impl RequestLog {
 // === impl LogLease ===
 
 impl LogLease {
-    /// Whether so much of its life is over that it must not be relied on.
+    /// True once half of the lease's life is over: it must not be relied on.
     pub(crate) fn is_old(&self, ttl: Duration, now: Instant) -> bool {
         now - self.since > ttl / 2
     }
@@ -100,7 +101,7 @@ impl LogTable {
         Self { entries: Vec::new(), free: Vec::new(), incarnation }
     }
 
-    /// The number that the next log will have, if there is one left.
+    /// The number of the next log, or `None` if 65,536 are open.
     pub(crate) fn next_number(&self) -> Option<u32> {
         let fresh = (self.entries.len() < LOGS).then_some(self.entries.len() as u32);
         self.free.last().copied().or(fresh)

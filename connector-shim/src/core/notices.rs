@@ -1,13 +1,13 @@
-//! Messages for the engine's log, each said once per cause.
+//! Messages for the engine's log, each given once per cause.
 
 use std::collections::{HashSet, VecDeque};
 use std::sync::{Mutex, PoisonError};
 
-/// Notices kept for a caller that does not take them: more than there are causes, so that a flapping sidecar cannot
-/// fill the engine's memory.
+/// The most notices kept for a caller that does not take them. It exceeds the number of causes, and a
+/// flapping sidecar cannot fill the engine's memory.
 const NOTICES_MAX: usize = 64;
 
-/// Why something is said.
+/// The cause of a notice. Until a cause is forgotten, only its first notice is kept.
 #[derive(Copy, Clone, Debug, Eq, Hash, PartialEq)]
 pub(crate) enum NoticeCause {
     /// Nobody listens on the socket.
@@ -16,7 +16,7 @@ pub(crate) enum NoticeCause {
     Refused,
     /// The sidecar hung up.
     Lost,
-    /// A sidecar is there again.
+    /// A sidecar is connected again.
     Reconnected,
     /// A query ran out of time.
     Budget,
@@ -30,23 +30,23 @@ pub(crate) enum NoticeCause {
     Pool,
     /// The GPU's driver refused.
     Gpu,
-    /// Blocks of a load were not where they were promised.
+    /// Blocks of a load had left their slots.
     Moved,
     /// A load is of another namespace than the rank.
     Mismatch,
     /// The namespace is closed to this engine.
     Barred,
-    /// This engine's own check found that it computes other KV.
+    /// This engine's own check found a difference between its KV and the kept KV.
     Differs,
-    /// What this engine saves is not kept, since it has not proven what it computes.
+    /// Saves of this engine are not kept, since it has not passed the KV check.
     Unproven,
-    /// The sidecar is of a release that cannot be told which steps were accepted.
+    /// The sidecar's release knows no message for accepted steps.
     OldSidecar,
-    /// The sidecar has something to say about this engine.
+    /// The sidecar's WELCOME has a note about this engine.
     Note,
 }
 
-/// What has been said and what is still to be handed over.
+/// Causes with a notice so far, and the notices not yet handed over.
 #[derive(Debug, Default)]
 pub struct Notices {
     state: Mutex<NoticesState>,
@@ -61,7 +61,7 @@ struct NoticesState {
 // === impl Notices ===
 
 impl Notices {
-    /// Says `text` unless something was said for this cause already.
+    /// Adds the notice `text`, unless this cause has had one.
     pub(crate) fn say(&self, cause: NoticeCause, text: impl Into<String>) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if state.said.insert(cause) && state.waiting.len() < NOTICES_MAX {
@@ -69,13 +69,13 @@ impl Notices {
         }
     }
 
-    /// Lets these causes be said again.
+    /// Allows a new notice for each of these causes.
     pub(crate) fn forget_causes(&self, causes: &[NoticeCause]) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         state.said.retain(|cause| !causes.contains(cause));
     }
 
-    /// Everything not yet handed over.
+    /// Takes all notices not yet handed over.
     pub fn take_texts(&self) -> Vec<String> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner).waiting.drain(..).collect()
     }

@@ -1,4 +1,4 @@
-//! What engines state of themselves, for who has no vLLM to state it.
+//! Facts of engines, for callers without vLLM.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -17,7 +17,7 @@ pub(super) fn weight_files(py: Python<'_>, directory: PathBuf) -> PyResult<Optio
     Ok(py.detach(|| shm_protocol::weight_files::digest_files(&directory))?)
 }
 
-/// What two engines' facts do not agree on, the most telling first: name, ours, theirs, and what makes them agree.
+/// The differences between two engines' facts, the most telling first: name, ours, theirs, and the remedy.
 #[pyfunction]
 #[pyo3(name = "differences")]
 pub(super) fn list_differences(
@@ -52,13 +52,13 @@ pub(super) fn read_page_form(text: &str) -> PyResult<Pages> {
     Ok(pages.iter().map(|page| (sizes(page), page.dtype.as_text(), place(&page.k), place(&page.v))).collect())
 }
 
-/// A layer's storage, elements before its tensor, bytes of one; lengths and strides of all axes, the axis of blocks, dtype, and of a head's
-/// key and value the elements and the packing.
+/// A layer's storage, elements before its tensor, bytes of one; lengths and strides of all axes, the axis of
+/// blocks, dtype, and of a head's key and value the elements and the packing.
 type LayerTensor = ((u32, u64, u64), Vec<u64>, Vec<u64>, usize, String, (u64, u64, String));
 /// Regions: storage, offset of block 0, stride, bytes; the `page_form`; the end and the layers of each cut.
 type Layout = (Vec<(u32, u64, u64, u64)>, String, Vec<u64>, Vec<usize>);
 
-/// The layout of a cache group's layers in a block.
+/// Returns the layout of a cache group's layers in a block.
 #[pyfunction]
 pub(super) fn lay_out_block(layers: Vec<LayerTensor>) -> Layout {
     let layer =

@@ -17,7 +17,7 @@ type Extra = Option<Vec<Option<Vec<PyExtraKey>>>>;
 #[derive(Debug)]
 pub(super) struct PyExtraKey(ExtraKey);
 
-/// What an extra key is made of.
+/// The parts of an extra key.
 #[derive(FromPyObject)]
 enum PyAtom {
     Text(String),
@@ -119,7 +119,7 @@ pub(super) fn none_hash<'py>(
     Ok(PyBytes::new(py, algorithm.vllm_hash(&hash)))
 }
 
-/// The key under which a block of this hash is kept for a log of this fold.
+/// Returns the key of a block with this hash in a log with this fold.
 #[pyfunction]
 #[pyo3(name = "folded")]
 pub(super) fn fold_hash<'py>(py: Python<'py>, hash: &[u8], fold: &[u8]) -> PyResult<Bound<'py, PyBytes>> {

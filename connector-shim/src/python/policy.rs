@@ -487,7 +487,7 @@ impl PyPolicy {
     }
 
     /// The sessions' notices, the policy's remarks, and records.
-    #[allow(clippy::type_complexity, reason = "what _shim.pyi says of it")]
+    #[allow(clippy::type_complexity, reason = "_shim.pyi declares this type")]
     fn take_notices(&self) -> PyResult<(Vec<String>, Vec<PyRemark>, Vec<PyRecord>)> {
         let (notices, remarks) = self.with(|rules| {
             let groups = 0..rules.groups();

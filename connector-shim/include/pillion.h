@@ -28,8 +28,8 @@
 #include <stdint.h>
 
 /**
- * The result of a call. Without a sidecar, or with one that is slow or full, a call succeeds and the answer
- * is "miss".
+ * The result of a call. Without a sidecar, or with a slow or full one, a call succeeds and the answer is
+ * "miss".
  */
 typedef enum PillionStatus {
   /**
@@ -72,7 +72,7 @@ typedef enum PillionStatus {
 } PillionStatus;
 
 /**
- * Kinds of extra keys, in the order in which the extra keys of one block are given.
+ * Kinds of extra keys, in the order of a block's extra keys.
  */
 enum PillionExtraKind
 #if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
@@ -84,7 +84,7 @@ enum PillionExtraKind
    */
   PILLION_EXTRA_KIND_LORA = 1,
   /**
-   * An image or other item that reaches into the block: `text` identifies it, `offset` is its begin.
+   * An image or a similar item in the block: `text` identifies it, `offset` is its begin.
    */
   PILLION_EXTRA_KIND_MULTIMODAL = 2,
   /**
@@ -411,7 +411,7 @@ typedef struct PillionSchedulerState {
    */
   uint64_t blocks_checked;
   /**
-   * Compared blocks whose bytes differ.
+   * Compared blocks with different bytes.
    */
   uint64_t blocks_differing;
   /**
@@ -913,14 +913,14 @@ enum PillionStatus pillion_scheduler_close(const struct PillionScheduler *schedu
  * Says that the weights may have changed for the `count`th time. Unfinished saves are given up, and nothing
  * is served until every worker has called pillion_worker_weights with this count. Equal weights give the old
  * blocks back. The caller must not save blocks that were computed before this call, or from such blocks. A
- * count that is not above the last one has no effect.
+ * count not above the last one has no effect.
  */
 enum PillionStatus pillion_scheduler_weights(const struct PillionScheduler *scheduler,
                                              uint64_t count);
 
 /**
- * Forgets all that this engine saved: unfinished saves are given up, and earlier blocks are not served to it
- * any more.
+ * Forgets this engine's earlier saves: unfinished saves are given up, and earlier blocks are not served to
+ * it any more.
  */
 enum PillionStatus pillion_scheduler_reset(const struct PillionScheduler *scheduler);
 

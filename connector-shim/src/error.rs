@@ -26,7 +26,7 @@ pub enum ShimError {
     /// The engine's KV memory cannot be reached: run without the cache.
     #[error("the engine's KV memory cannot be shared: {0}")]
     Memory(#[from] CopyError),
-    /// The engine's GPU memory cannot be shown to another process: change the setting that the text names.
+    /// The engine's GPU memory cannot be shown to another process: change the setting named in the text.
     #[error(
         "the engine's GPU memory cannot be shared with the sidecar ({0}). Memory of expandable segments and of vLLM's \
          sleep mode has no IPC handle: unset PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and run without \
@@ -39,7 +39,7 @@ pub enum ShimError {
     /// A copy on the engine's own stream could not be enqueued: its context is broken.
     #[error("a copy on the engine's stream was refused: CUDA error {0}")]
     Probe(u32),
-    /// No stream for rescue copies runs beside a waiting engine: change the setting that the text names.
+    /// No stream for rescue copies runs beside a waiting engine: change the setting named in the text.
     #[error(
         "none of {tried} streams copies while the engine's stream waits, so the engine could not finish a load that the \
          sidecar abandons: set CUDA_DEVICE_MAX_CONNECTIONS=32"
@@ -48,7 +48,7 @@ pub enum ShimError {
         /// Streams tried.
         tried: usize,
     },
-    /// The sidecar refuses this engine: do what the text says.
+    /// The sidecar refuses this engine: follow the text.
     #[error("the sidecar refuses this engine: {0}")]
     Refused(String),
     /// The proof has failed: the namespace is closed to this engine.
@@ -68,7 +68,7 @@ pub enum ShimError {
 // === impl ShimError ===
 
 impl ShimError {
-    /// The error of a thread that could not be started, since the system gives no more threads.
+    /// The error when the system gives no more threads.
     pub(crate) fn no_thread(error: &std::io::Error) -> Self {
         Self::Argument(format!("a thread could not be started ({error}): raise the limit of processes"))
     }

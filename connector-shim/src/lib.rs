@@ -3,7 +3,7 @@
 //!
 //! Job: hold one session with the sidecar ([`scheduler`], [`worker`]), write its requests into shared memory,
 //! answer "miss" whenever the sidecar is absent, slow or full, and finish loads that the sidecar cannot.
-//! Their rules are in [`core`], which the simulator of the sidecar also uses.
+//! Their rules are in [`core`]; the simulator of the sidecar also uses them.
 //! May depend on: shm-protocol, copy-engine, rustix, sha2, cudarc in `stream` alone, and pyo3 in `python`
 //! alone. Never: waits without a deadline (except for a GPU's own progress, if there is no sidecar to wait
 //! for), waits for space, runs an async runtime, logs (it hands notices to its caller), reads the

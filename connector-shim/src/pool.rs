@@ -2,8 +2,8 @@
 //!
 //! A memfd is sealed against shrinking. A pool file is not: a read of a mapped word beyond the file's end
 //! would kill this process by SIGBUS, so words are read through the descriptor. Copies read file or mapping
-//! inside a system call, which fails instead. A file that was cut and then extended to its old length gives
-//! zeros below sound headers, so the file's extent is checked too.
+//! inside a system call, and this call fails instead. A file that was cut and then extended to its old length
+//! gives zeros below sound headers, so the file's extent is checked too.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -74,7 +74,7 @@ impl MappedPool {
         !settled || self.extent.is_whole()
     }
 
-    /// True if the slot is whole and still holds the filling that `slot` names.
+    /// True if the slot is whole and still holds the filling named by `slot`.
     pub(crate) fn verify_slot(&self, slot: SlotRef, block_bytes: u64) -> bool {
         verify_slot(self.word_loader(), self.segment_bytes, self.segments, slot, block_bytes)
     }

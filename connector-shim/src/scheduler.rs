@@ -51,8 +51,8 @@ pub struct SchedulerSetup {
     pub run: [u8; 16],
     /// Settings of the session's queries and loads.
     pub config: SessionConfig,
-    /// Milliseconds for which a request waits for blocks that another node may still be producing; `None`: it
-    /// does not wait.
+    /// Milliseconds for which a request waits for blocks still in production on another node; `None`: it does
+    /// not wait.
     pub miss_wait_ms: Option<u32>,
     /// Milliseconds for which a request waits for another engine with a promise of its prompt; `None`:
     /// 30,000, the most.

@@ -26,7 +26,7 @@ const PROBE: Duration = Duration::from_secs(1);
 /// Memory is locked in whole pages; the first page of a probe holds its word.
 const PAGE: usize = 4096;
 
-/// The pages of a session that streams write and wait on. They must outlive every enqueued write or wait.
+/// The pages of a session with the words of streams. They must outlive every enqueued write or wait.
 #[derive(Debug)]
 pub(crate) struct SessionWords {
     header: Registered,
@@ -40,7 +40,8 @@ pub(crate) struct EngineStream {
     handle: u64,
 }
 
-/// A word that the engine's stream waits for, and a block's bytes for the copies behind the wait and beside it.
+/// A word for the engine's stream to wait for, and a block's bytes for the copies behind the wait and beside
+/// it.
 #[derive(Debug)]
 pub(crate) struct Probe {
     file: OwnedFd,
@@ -135,7 +136,7 @@ impl Probe {
         stream.stream.wait_at_least(&self.locked, 0, self.round)?;
         let parked = self.copies_behind(stream, run);
         let passed = parked.map(|()| self.copies_beside(memory, block));
-        // Released in every case, so that the stream goes on: only this process uses the word.
+        // Released in every case, to let the stream go on: only this process uses the word.
         self.region.word64(0).store(self.round, Ordering::Release);
         stream.synchronize()?;
         passed?

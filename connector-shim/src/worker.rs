@@ -1,10 +1,11 @@
 //! A worker's session: shows KV memory to the sidecar, stores fence words, and carries out loads.
 //!
-//! A load that the sidecar was to copy and did not is finished here, from the mapped pool, every slot checked before and
-//! after its copy. The mapping outlives the connection, so that a dead sidecar's promises can still be kept.
+//! If the sidecar does not finish a load, this process finishes it from the mapped pool, and checks every
+//! slot before and after its copy. The mapping outlives the connection, so that a dead sidecar's promises can
+//! still be kept.
 //!
-//! On host memory the engine's thread stores the fences and waits for sync loads. On a GPU both are enqueued on the
-//! engine's stream, and a thread sees to it that no wait stays for ever.
+//! On host memory the engine's thread stores the fences and waits for sync loads. On a GPU both are enqueued
+//! on the engine's stream, and a thread (the watchdog) ends every wait.
 
 mod copies;
 mod device;
@@ -47,10 +48,10 @@ pub use crate::core::worker::watch::SETTLE;
 use crate::error::{ShimError, refuse_argument};
 use crate::scheduler::{SLEEP_TURN, draw_random16};
 
-/// Time between two looks for ends of loads while nothing else is to be done.
+/// Time between two looks for ends of loads in an idle session.
 const FINISHED_LOOK: Duration = Duration::from_micros(50);
 
-/// What a new session needs to know.
+/// Settings of a new session.
 #[derive(Debug)]
 pub struct WorkerSetup {
     /// The sidecar's socket.
@@ -59,25 +60,25 @@ pub struct WorkerSetup {
     pub engine: String,
     /// Ranks of the engine.
     pub world_size: u32,
-    /// This rank's memory and facts. What is a GPU's is filled in here.
+    /// This rank's memory and facts. The session fills in the fields for a GPU.
     pub worker: handshake::WorkerHello,
-    /// What the regions name.
+    /// The memory of the regions.
     pub memory: RegionMemory,
-    /// Whether the sidecar does not reach the memory: this process copies loads itself, and what is saved into a segment
-    /// that the sidecar reads. Implied on a GPU where `worker.copy` is the engine.
+    /// True if the sidecar does not reach the memory: this process copies loads itself, and copies saves into
+    /// a segment for the sidecar. Implied on a GPU if `worker.copy` is the engine.
     pub staged: bool,
     /// Digest of the engine's table of cache groups, if its scheduler states one.
     pub groups: Option<[u8; 16]>,
 }
 
-/// What [`RankClient::begin_load`] made of a plan.
+/// The result of [`RankClient::begin_load`].
 #[derive(Debug, Eq, PartialEq)]
 pub enum Begun {
-    /// A load that no step waits for: [`RankClient::finished`] tells its end.
+    /// The load has begun and no step waits for it: [`RankClient::finished`] returns its end.
     Later,
-    /// The engine's stream waits for it. These blocks count as failed all the same.
+    /// The engine's stream waits for the load. The blocks listed here count as failed even if they arrive.
     OnStream(Vec<u32>),
-    /// Nothing: [`RankClient::load_behind`] is to be called.
+    /// The load has not begun: call [`RankClient::load_behind`].
     No(Plan),
 }
 
@@ -86,11 +87,11 @@ pub enum Begun {
 pub struct EndedLoad {
     /// Operation of its LOAD.
     pub op: u64,
-    /// Blocks that do not hold what was asked for.
+    /// Blocks that the load did not fill.
     pub failed: Vec<u32>,
 }
 
-/// Where this rank's part of a slot begins, and the bytes of a whole slot: the parts lie side by side.
+/// The offset of this rank's part in a slot, and the bytes of a whole slot: the parts lie side by side.
 #[derive(Copy, Clone, Debug)]
 struct SlotPart {
     offset: u64,
@@ -102,25 +103,26 @@ struct SlotPart {
 pub struct RankClient {
     client: Client,
     session: Session,
-    /// Where the memory is a GPU's.
+    /// The GPU with the memory; `None` with host memory.
     device: Option<StreamDevice>,
     copies: Arc<RankCopies>,
     copier: Option<Sender<CopierOrder>>,
-    /// Where saves are staged: who is given every connection.
+    /// The stager thread, which gets every connection; `None` without staged saves.
     stager: Option<Sender<Arc<Link>>>,
-    /// The threads of both. They read and write the rank's memory.
+    /// The copier and the stager thread. They read and write the rank's memory.
     threads: Vec<JoinHandle<()>>,
     facts: Facts,
-    /// Digest of the weights that it loaded.
+    /// Digest of the rank's weights.
     live: Option<[u8; 16]>,
-    /// The namespace that was told last, and the words that it was made of.
+    /// The last namespace returned, and the binding that named it.
     named: Option<(Bound, (NamespaceDigest, Facts))>,
 }
 
 // === impl RankClient ===
 
 impl RankClient {
-    /// Connects, or leaves that to the background. Fails for impossible arguments, and when the sidecar refuses.
+    /// Connects to the sidecar; without one, retries in the background. Fails for invalid arguments, and when
+    /// the sidecar refuses.
     pub fn new(options: WorkerSetup) -> Result<Self, ShimError> {
         let WorkerSetup { socket, engine, world_size, worker, memory, staged, groups } = options;
         let by_engine = worker.copy == Copier::Engine;
@@ -128,10 +130,10 @@ impl RankClient {
         let (facts, live) = (worker.facts.clone(), worker.live_weights.map(|live| live.0));
         let role = Role::Worker(worker);
         let mut hello = Hello { groups: groups.map(HelloDigest), ..Hello::new(engine, world_size, role) };
-        // The memory is opened by what the hello says of it, so that must be sound before. The address checks the hello
-        // as it goes out, when it names allocations or a staging segment instead.
+        // The hello's fields decide how the memory is opened, so they must be sound before. The address
+        // checks the hello again in its final form, with allocations or a staging segment.
         hello.check(memory.memory_count())?;
-        let Role::Worker(worker) = &mut hello.role else { unreachable!("made as a worker's") };
+        let Role::Worker(worker) = &mut hello.role else { unreachable!("made as a worker") };
         let OpenedMemory { memory, device, cuts, staging, descriptors } =
             open_memory(worker, memory, staged)?;
         let part = SlotPart {
@@ -143,11 +145,11 @@ impl RankClient {
         let gpu = device.as_ref().map(StreamDevice::gpu);
         let block_bytes = memory.block_bytes();
         let copies = Arc::new(RankCopies::new(memory, gpu, cuts, part, Arc::clone(&notices)));
-        // A wait may be enqueued only where somebody can end it.
+        // A wait may be enqueued only if a thread can end it.
         let copier = device.is_some().then(|| copies.spawn()).transpose();
         let (copier, mut threads) = split(copier.map_err(|error| ShimError::no_thread(&error))?);
         let client = Client::start_client(address, Arc::clone(&notices), true)?;
-        // Not before the sidecar took the rank: on a GPU the segment stays until the process ends.
+        // The sidecar must have taken the rank before: on a GPU the segment stays until the process ends.
         let stager = staging.map(|staging| stager::spawn_stager(&copies, staging, &notices)).transpose();
         let (stager, stages) = split(stager.map_err(|error| ShimError::no_thread(&error))?);
         threads.extend(stages);
@@ -167,7 +169,7 @@ impl RankClient {
         Ok(worker)
     }
 
-    /// Whether a sidecar is there, as far as is known.
+    /// True while a sidecar is connected, as far as is known.
     pub fn is_connected(&self) -> bool {
         self.session.link().is_some()
     }
@@ -177,9 +179,9 @@ impl RankClient {
         self.client.connection_count()
     }
 
-    /// The namespace of this rank's blocks, with the facts that make it: what it is bound to, or, where no other rank's weights
-    /// have a part in it, what the sidecar named in its WELCOME. `None` while neither is known, or since the weights may have
-    /// changed.
+    /// The namespace of this rank's blocks, with its facts: the namespace of the binding, or, if no other
+    /// rank's weights have a part in it, the one in the sidecar's WELCOME. `None` while neither is known, or
+    /// since the weights may have changed.
     pub fn namespace(&mut self) -> Option<&(NamespaceDigest, Facts)> {
         let connection = &self.session.link()?.connection;
         let bound = connection.memory.load_bound();
@@ -194,7 +196,7 @@ impl RankClient {
         let live = if is_bound { bound.live } else { namespace::weights_live([self.live]) };
         let facts = namespace::complete_facts(&self.facts, live);
         let digest = namespace::digest_facts(&facts);
-        // The words may be those of two moments.
+        // The two words may come from two different bindings.
         let is_named = match is_bound {
             true => digest.words()[0] == bound.namespace && bound.weights == self.session.weights(),
             false => digest.to_string() == connection.welcome.namespace && self.session.weights() == 0,
@@ -202,15 +204,16 @@ impl RankClient {
         is_named.then_some((digest, facts))
     }
 
-    /// Takes part in the scheduler's run. Does nothing when this was said already on this connection.
+    /// Takes part in the scheduler's run. Does nothing if this connection has told the sidecar already.
     pub fn join(&mut self, run: [u8; 16]) {
         self.refresh_connection();
         self.session.join(run);
     }
 
-    /// States the weights that this rank holds, by a digest of a sample, in answer to the scheduler's `answers`th change; a
-    /// number below the last one repeats it: then the rank found the change by itself. Without a sample its blocks are from now on
-    /// shared with nobody. Until the sidecar has bound it anew every load is refused.
+    /// States this rank's weights, by a digest of a sample, in answer to the scheduler's `answers`th change.
+    /// A number below the last one repeats that one: the rank found the change by itself. Without a sample
+    /// its blocks are from now on not shared. Every load is refused until the sidecar has bound the rank
+    /// again.
     pub fn set_weights(&mut self, answers: u64, live: Option<[u8; 16]>) -> Result<(), ShimError> {
         let Some(live) = live.or_else(draw_random16) else {
             return refuse_argument(
@@ -222,7 +225,8 @@ impl RankClient {
         Ok(())
     }
 
-    /// Step `step` begins: its loads may be written. On a GPU, once `stream` gets there.
+    /// Says that step `step` begins: its loads may be written. On a GPU this holds once `stream` reaches this
+    /// call.
     pub fn start_step(&mut self, step: u64, stream: u64) {
         self.refresh_connection();
         if let Some(device) = &mut self.device {
@@ -232,7 +236,8 @@ impl RankClient {
         self.session.start_step(step);
     }
 
-    /// The KV of step `step` is written; on a GPU, once `stream` gets there. `wake`: something waits for that.
+    /// Says that the KV of step `step` is written; on a GPU, once `stream` reaches this call. `wake`: a load
+    /// or save waits for it.
     pub fn done(&mut self, step: u64, wake: bool, stream: u64) {
         self.store(header::FENCE_DONE, step, stream);
         if wake && let Some(link) = self.session.link() {
@@ -240,7 +245,7 @@ impl RankClient {
         }
     }
 
-    /// Begins this rank's part of a load. The engine's stream waits for a synchronous one as [`RankClient::load_on`] says.
+    /// Begins this rank's part of a load. [`RankClient::load_on`] begins a synchronous one.
     pub fn begin_load(&mut self, plan: Plan, stream: u64, by_cuts: bool) -> Result<Begun, ShimError> {
         if plan.flags & LOAD_SYNC != 0 {
             return self.load_on(plan, stream, by_cuts);
@@ -249,10 +254,11 @@ impl RankClient {
         Ok(Begun::Later)
     }
 
-    /// Makes the engine's stream wait for a plan's blocks, cut by cut where `by_cuts`, else for all of them now. Hands the
-    /// plan back where nobody promised them in time, this process copies them, or the memory is the host's: then
-    /// [`RankClient::load_behind`] is called. No stream ever waits for copies that this process is still to enqueue: a kernel's
-    /// first launch or an allocation behind it would keep the driver from them.
+    /// Makes the engine's stream wait for a plan's blocks: with `by_cuts` cut by cut, otherwise for all of
+    /// them now. Hands the plan back if there is no connection to its sidecar, this process copies the
+    /// blocks, or the memory is host memory: the caller then calls [`RankClient::load_behind`]. No stream
+    /// ever waits for copies that this process has yet to enqueue: a kernel's first launch or an allocation
+    /// behind the wait would keep the driver from them.
     fn load_on(&mut self, plan: Plan, stream: u64, by_cuts: bool) -> Result<Begun, ShimError> {
         if self.session.copies_itself(&plan) {
             return Ok(Begun::No(plan));
@@ -267,7 +273,7 @@ impl RankClient {
         Ok(Begun::OnStream(self.follow(plan, reached, true)))
     }
 
-    /// Makes `stream` wait for cut `cut` of every load of the step, and for those before it.
+    /// Makes `stream` wait for cut `cut` of every load of the step, and for all cuts before it.
     pub fn wait_cut(&mut self, cut: usize, stream: u64) -> Result<(), ShimError> {
         if let Some(device) = &mut self.device {
             let stream = device.stream(stream);
@@ -276,25 +282,26 @@ impl RankClient {
         Ok(())
     }
 
-    /// Loads of the step whose last cut is still to be waited for.
+    /// Number of loads of the step whose last cut has no wait yet.
     pub fn loading(&self) -> usize {
         self.device.as_ref().map_or(0, StreamDevice::loading)
     }
 
-    /// Blocks until the engine's stream has passed all that it was given: its blocks are then free for this thread's copies.
+    /// Blocks until the engine's stream has passed all its work: its blocks are then free for this thread's
+    /// copies.
     pub fn synchronize(&mut self, stream: u64) -> Result<(), ShimError> {
         let stream = self.device.as_mut().map(|device| device.stream(stream));
         Ok(stream.map_or(Ok(()), |stream| stream.synchronize())?)
     }
 
-    /// Loads the blocks of a plan that [`RankClient::begin_load`] handed back, once `stream` has passed all that it was given, and
-    /// returns those that failed.
+    /// Loads the blocks of a plan handed back by [`RankClient::begin_load`], once `stream` has passed all its
+    /// work. Returns the failed blocks.
     pub fn load_behind(&mut self, plan: Plan, stream: u64) -> Result<Vec<u32>, ShimError> {
         self.synchronize(stream)?;
         Ok(self.load_now(plan))
     }
 
-    /// Loads a plan's blocks now and returns those that failed.
+    /// Loads a plan's blocks now and returns the failed ones.
     pub fn load_now(&mut self, plan: Plan) -> Vec<u32> {
         if self.device.is_some() {
             let job = self.job(plan);
@@ -320,7 +327,8 @@ impl RankClient {
         }
     }
 
-    /// Begins to load a plan's blocks, free once `stream` gets there; [`RankClient::finished`] tells the end.
+    /// Begins to load a plan's blocks, which are free once `stream` reaches this call;
+    /// [`RankClient::finished`] returns the load's end.
     pub fn load_later(&mut self, plan: Plan, stream: u64) -> Result<(), ShimError> {
         if let Some(device) = &mut self.device {
             let reached = device.stream(stream).record()?;
@@ -332,7 +340,7 @@ impl RankClient {
         Ok(())
     }
 
-    /// Does what is to be done next for a load into host memory that no step waits for.
+    /// Takes the next step of an asynchronous load into host memory.
     fn go_on(&mut self, next: Next) {
         match next {
             Next::Await(awaited) => self.session.awaited.push(awaited),
@@ -344,8 +352,9 @@ impl RankClient {
         }
     }
 
-    /// Gives a load into GPU memory to the thread, and returns the blocks that count as failed whatever comes. None where the step
-    /// waits for them: they come, as old as what vLLM itself holds, and vLLM could not take back what the step after computes.
+    /// Gives a load into GPU memory to the thread, and returns the blocks that count as failed in any case. A
+    /// synchronous load has none: its blocks come, as old as the blocks in vLLM itself, and vLLM could not
+    /// take back the results of the next step.
     fn follow(&mut self, plan: Plan, reached: StreamEvent, sync: bool) -> Vec<u32> {
         let promised = !self.session.copies_itself(&plan);
         let job = self.job(plan);
@@ -362,7 +371,7 @@ impl RankClient {
         failed
     }
 
-    /// Loads begun by [`RankClient::load_later`] that ended, each once.
+    /// Loads begun by [`RankClient::load_later`] that have ended; each is returned once.
     pub fn finished(&mut self) -> Vec<EndedLoad> {
         self.session.drop_earlier_pool(clock::read_clock());
         for awaited in std::mem::take(&mut self.session.awaited) {
@@ -372,7 +381,8 @@ impl RankClient {
         self.copies.take_ended()
     }
 
-    /// Loads that ended, as [`RankClient::finished`] tells them: as soon as there is one, or none once `within` has passed.
+    /// Returns ended loads as [`RankClient::finished`] does, as soon as there is one; empty once `within` has
+    /// passed.
     pub fn finished_within(&mut self, within: Duration) -> Vec<EndedLoad> {
         let began = clock::read_clock();
         loop {
@@ -389,7 +399,7 @@ impl RankClient {
         Job { link, ..self.session.job(plan) }
     }
 
-    /// Hands an order to the thread, which on host memory starts with the first one.
+    /// Hands an order to the copier thread. On host memory the first order starts it.
     fn submit(&mut self, order: CopierOrder) {
         if self.copier.is_none() {
             let (copier, thread) = split(self.copies.spawn().ok());
@@ -402,7 +412,7 @@ impl RankClient {
         };
         match unsent {
             None => {}
-            // No thread to be had: better late than never.
+            // No thread could be started: this thread makes the copy, late.
             Some(CopierOrder::Copy(job)) => {
                 let failed = self.copies.carry_out(&job);
                 self.copies.end_load(EndedLoad { op: job.plan.op, failed });
@@ -413,8 +423,8 @@ impl RankClient {
         }
     }
 
-    /// The connection to the sidecar that made the plan possible; on a GPU also one that ended, as long as that sidecar's
-    /// stream may be writing the plan's blocks: the load must be taken back from it.
+    /// Returns the connection to the sidecar of this plan. On a GPU it may also be an ended one, as long as
+    /// the sidecar's stream may still write the plan's blocks: the load must be taken back from that sidecar.
     fn link_of(&self, plan: &Plan) -> Option<Arc<Link>> {
         let link = self.session.link_of(plan);
         link.or_else(|| self.device.as_ref()?.retired_link(plan.epoch))
@@ -455,19 +465,19 @@ impl RankClient {
             Err(error) => return self.leave_sidecar(error),
         }
         self.named = None;
-        // A stager that is gone has nothing to answer: its saves are dropped by the sidecar's deadline.
+        // The stager may be gone: then nothing is staged, and the sidecar drops these saves at its deadline.
         let link = self.session.link().into_iter();
         link.zip(&self.stager).for_each(|(link, stager)| _ = stager.send(Arc::clone(link)));
     }
 
-    /// Lets go of a connection that ended.
+    /// Gives up a connection that ended.
     fn part(&mut self) {
         if let (Some(link), Some(device)) = (self.session.detach(), &mut self.device) {
             device.retire(link);
         }
     }
 
-    /// Hangs up because the GPU's driver refused something that every step needs.
+    /// Hangs up because the GPU's driver refused the shared words, which every step needs.
     fn leave_sidecar(&mut self, error: CudaError) {
         let text =
             format!("the GPU's driver refuses the words shared with the sidecar ({error}); connecting again");
@@ -475,7 +485,7 @@ impl RankClient {
         self.part();
     }
 
-    /// Numbers since the start, by name.
+    /// Counters since the start, by name.
     pub fn stats(&self) -> BTreeMap<&'static str, u64> {
         let c = &self.copies.counters;
         let numbers = [
@@ -496,8 +506,9 @@ impl RankClient {
         self.client.notices().take_texts()
     }
 
-    /// Ends the session permanently, and returns once nothing of it reads or writes the rank's memory. Returns `false` after
-    /// `within`: then the memory may not go. On a GPU the engine's streams must be idle.
+    /// Ends the session permanently, and returns once none of its threads reads or writes the rank's memory.
+    /// Returns `false` after `within`: the caller must then keep the memory. On a GPU the engine's streams
+    /// must be idle.
     pub fn end_session(&mut self, within: Duration) -> bool {
         let began = clock::read_clock();
         self.copies.free_at_end();
@@ -512,14 +523,15 @@ impl RankClient {
         true
     }
 
-    /// Ends the session for good. Loads in progress end by themselves.
+    /// Ends the session permanently. Loads in progress end by themselves.
     pub fn disconnect(&mut self) {
         self.client.stop();
         self.part();
     }
 }
 
-/// The sender of a thread's work, and the thread, if one was started.
+/// Splits the result of a spawn into the sender of the thread's work, and the thread; empty if none was
+/// started.
 fn split<T>(spawned: Option<(Sender<T>, JoinHandle<()>)>) -> (Option<Sender<T>>, Vec<JoinHandle<()>>) {
     spawned.map_or_else(Default::default, |(sender, thread)| (Some(sender), vec![thread]))
 }
@@ -527,13 +539,14 @@ fn split<T>(spawned: Option<(Sender<T>, JoinHandle<()>)>) -> (Option<Sender<T>>,
 impl Drop for RankClient {
     fn drop(&mut self) {
         if self.client.is_forked() {
-            // The mappings are not there in a child, and something else may lie at their addresses: never unmap them.
+            // A child does not have the mappings, and other memory may lie at their addresses: never unmap
+            // them.
             let nothing = Session::new(false, 0, Arc::default());
             std::mem::forget(std::mem::replace(&mut self.session, nothing));
         }
         let is_idle = self.copies.frees() && self.threads.iter().all(JoinHandle::is_finished);
         if let Some(device) = self.device.take().filter(|_| !is_idle) {
-            // Streams may still reach its words and its staging memory, or the driver be gone already.
+            // Streams may still reach its words and its staging memory, or the driver may be gone already.
             std::mem::forget((device, self.session.detach(), Arc::clone(&self.copies)));
         }
     }

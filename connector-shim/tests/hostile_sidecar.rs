@@ -1,5 +1,5 @@
-//! Both roles of an engine against a sidecar that is broken or means harm: they miss, they never panic, they never hang,
-//! and they call no block loaded whose slot did not verify.
+//! Both roles of an engine against a broken or malicious sidecar: they miss, they never panic, they never
+//! hang, and they never report a block as loaded whose slot did not verify.
 
 mod peer;
 
@@ -25,10 +25,10 @@ use shm_protocol::region::{Access, Region, descriptor_bytes};
 use shm_protocol::session::SessionMemory;
 use shm_protocol::{PROTOCOL_OLDEST, PROTOCOL_VERSION, transport};
 
-/// Far more than the engine's own limits together: a handshake, a load's deadline and its settling.
+/// Far more than the sum of the engine's own limits: a handshake, a load's deadline and its settling.
 const WATCHDOG: Duration = Duration::from_secs(60);
 
-/// What must end, on a thread of its own: cases that wait for the engine's patience wait together.
+/// A case that must end, on its own thread: cases with long waits wait together.
 #[must_use]
 struct Case {
     what: &'static str,
@@ -74,7 +74,7 @@ fn log_of(scheduler: &mut SchedulerClient, keys: u32) -> i64 {
 
 // === the handshake ===
 
-/// What comes with a welcome, each part to be exchanged for a wrong one.
+/// The parts of a welcome; a test replaces one of them by a wrong one.
 struct Offer {
     welcome: Welcome,
     memory: OwnedFd,
@@ -103,7 +103,7 @@ impl Offer {
         let sent = [&self.memory, &self.doorbell, &self.pool, &self.process].into_iter().chain(&self.more);
         let mut sent: Vec<BorrowedFd<'_>> = sent.map(AsFd::as_fd).collect();
         sent.truncate(sent.len() - self.fewer);
-        // Who has left already is told nothing.
+        // The engine may have left already: then the record goes nowhere.
         let _ = transport::send_record(socket, &encode_record(&Reply::Welcome(self.welcome.clone())), &sent);
     }
 }
@@ -135,13 +135,13 @@ fn open(path: &str, flags: OFlags) -> OwnedFd {
     rustix::fs::open(path, flags | OFlags::CLOEXEC, Mode::empty()).unwrap()
 }
 
-/// The writing end of a full pipe that makes its writer wait.
+/// The writing end of a full pipe: a writer waits.
 fn full_pipe() -> OwnedFd {
     let (read, write) = rustix::pipe::pipe().unwrap();
     rustix::fs::fcntl_setfl(&write, OFlags::NONBLOCK).unwrap();
     while rustix::io::write(&write, &[0; 4096]).is_ok() {}
     rustix::fs::fcntl_setfl(&write, OFlags::empty()).unwrap();
-    // Held for as long as the process lives: a pipe without reader makes nobody wait.
+    // Held as long as the process lives: without a reader no writer waits.
     std::mem::forget(read);
     write
 }
@@ -181,7 +181,7 @@ const SPOILT: &[(&str, Spoil)] = &[
     ("a folder of a process", |offer| offer.process = open("/proc/self", OFlags::RDONLY)),
 ];
 
-/// Wrong for a rank, which maps the pool.
+/// Wrong for a rank only, since it maps the pool.
 const SPOILT_POOLS: &[(&str, Spoil)] = &[
     ("a pool smaller than stated", |offer| offer.welcome.pool_bytes += 1),
     ("a pool of nothing", |offer| offer.welcome.pool_bytes = 0),
@@ -204,7 +204,7 @@ const SPOILT_POOLS: &[(&str, Spoil)] = &[
     ("a directory for a pool", |offer| offer.pool = open("/dev/shm", OFlags::RDONLY)),
 ];
 
-/// A worker that got nothing it can use: every load is computed again, until a sound sidecar comes.
+/// A worker after a wrong welcome: its loads fail until a sound sidecar comes.
 fn assert_misses_and_recovers(name: &str, peer: &Peer, kv: &Kv, mut worker: RankClient) {
     worker.join([3; 16]);
     worker.start_step(1, 0);
@@ -251,7 +251,7 @@ fn scheduler_meets(name: &'static str, script: impl FnOnce(OwnedFd) + Send + 'st
     })
 }
 
-/// Welcomes whoever says hello, with what is spoilt.
+/// Welcomes the next engine, with the spoilt part.
 fn offering(spoil: Spoil) -> impl FnOnce(OwnedFd) + Copy + Send + 'static {
     move |socket| {
         transport::receive_record(&socket).unwrap();
@@ -290,7 +290,7 @@ fn an_answer_that_is_none_is_a_miss() {
     all_end(answers.into_iter().flat_map(|(name, answer)| {
         let send = move |socket: OwnedFd| {
             transport::receive_record(&socket).unwrap();
-            // Who has left already is told nothing.
+            // The engine may have left already: then the record goes nowhere.
             let _ = transport::send_record(&socket, &answer, &[]);
         };
         [scheduler_meets(name, send.clone()), rank_meets(name, send)]
@@ -308,7 +308,7 @@ fn a_hang_up_at_any_point_and_silence_are_a_miss() {
             rustix::net::send(&socket, &[], rustix::net::SendFlags::NOSIGNAL).unwrap();
         }),
         ("silence", |socket| {
-            // Until the other side has had enough.
+            // The script ends once the engine has given up.
             transport::receive_record(&socket).unwrap();
             eventually("end of patience", || transport::receive_record(&socket).is_ok());
         }),
@@ -329,7 +329,7 @@ fn a_sidecar_of_another_version_is_refused_with_both_numbers() {
         ];
         let replies = [
             (encode_record(&Reply::Welcome(Welcome { version, ..welcome(EPOCH) })), both),
-            // What a refusal says is the sidecar's to say, whatever its version.
+            // The engine prints the reason of a refusal from a sidecar of any version.
             (
                 encode_record(&Reply::Refused { version, reason: "one, other".into() }),
                 ["one".into(), "other".into()],
@@ -341,7 +341,7 @@ fn a_sidecar_of_another_version_is_refused_with_both_numbers() {
                 let reply = reply.clone();
                 let scripted = peer.script(move |socket| {
                     transport::receive_record(&socket).unwrap();
-                    // Who has left already is told nothing.
+                    // The engine may have left already: then the record goes nowhere.
                     let _ = transport::send_record(&socket, &reply, &[]);
                 });
                 refusal(options(&peer, &kv, Copier::Engine)).inspect(|_| scripted.join().unwrap())
@@ -511,7 +511,7 @@ fn slots_that_are_none_fail_and_touch_nothing() {
     assert_eq!(kv.block(1), content(3));
 }
 
-/// A slot that is filled anew while it is copied: what is called good is the filling that was asked for.
+/// A slot is filled again during its copy: the load succeeds only with the bytes of the requested filling.
 #[test]
 fn a_slot_reused_under_a_copy_is_never_called_good() {
     let (_peer, kv, mut worker, served) = connected(Copier::Engine);
@@ -560,7 +560,7 @@ fn words_that_promise_a_load_without_all_its_blocks_are_rescued() {
     }
 }
 
-/// It never answers, and says for ever that it is writing a block.
+/// The sidecar never answers, and claims for ever to be writing a block.
 #[test]
 fn a_sidecar_that_never_ends_a_copy_is_given_up() {
     ends("a load that the sidecar holds up", || {
@@ -590,7 +590,7 @@ fn a_sidecar_that_leaves_in_the_middle_of_a_load_is_rescued() {
     });
 }
 
-/// Cuts the pool's file, or the slot's pages out of it, under a rank that has it mapped.
+/// Cuts the pool's file under a rank with a mapping of it.
 #[test]
 fn a_pool_that_shrinks_under_its_readers_is_a_miss() {
     ends("a pool that shrinks", || {
@@ -602,7 +602,8 @@ fn a_pool_that_shrinks_under_its_readers_is_a_miss() {
     });
 }
 
-/// A pool file is cut and then made as long as before: the lost part reads as zeros, and the slot's header, which was not cut off, is sound.
+/// A pool file is cut and then extended to its old length: the lost part reads as zeros, and the slot's
+/// header below the cut is sound.
 #[test]
 fn a_pool_that_was_cut_and_made_longer_again_is_a_miss() {
     ends("a pool that shrinks and grows", || {
@@ -622,7 +623,7 @@ fn a_pool_that_was_cut_and_made_longer_again_is_a_miss() {
 
 // === everything at once ===
 
-/// Noise in every word that the sidecar may write, while both roles go through their steps.
+/// Noise in every word of the session's memory, while both roles go through their steps.
 #[test]
 fn noise_in_the_session_memory_is_a_miss() {
     for seed in 1..25_u64 {

@@ -1,4 +1,4 @@
-//! What keeps KV apart on the engine's side: weights that change, keys that are folded, plans of another namespace.
+//! The separation of KV on the engine's side: changed weights, folded keys, plans of another namespace.
 
 mod peer;
 
@@ -31,7 +31,7 @@ fn log_with(scheduler: &mut SchedulerClient, keys: u32, fold: Option<[u8; 16]>) 
     log
 }
 
-/// WEIGHTS and JOIN, in their order: kind, number, and what a rank answers.
+/// WEIGHTS and JOIN, in their order: kind, number, and step.
 fn introduced(served: &mut Served) -> Vec<(Kind, u64, u64)> {
     let kinds = [Kind::Weights, Kind::Join];
     let told = served.drain().into_iter().filter(|message| kinds.contains(&message.kind));

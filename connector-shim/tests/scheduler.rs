@@ -1,4 +1,4 @@
-//! The scheduler's session against a peer that answers what each test says.
+//! The scheduler's session against a peer with scripted answers.
 
 #[path = "scheduler/last_key.rs"]
 mod last_key;
@@ -92,7 +92,7 @@ fn a_question_that_was_put_ahead_is_waited_for() {
     assert_eq!(scheduler.wait_for_answer(op), 4);
     scheduler.ask_ahead(log, 0, 4);
     assert!(served.drain().is_empty(), "the lease answers");
-    // Put ahead for fewer than are asked for then: the answer to that is nobody's.
+    // The query posted ahead asks for fewer keys than the later query: its answer is not used.
     scheduler.release_lease(log);
     scheduler.ask_ahead(log, 0, 2);
     let AskedQuery::Posted(other) = scheduler.ask_query(log, 0, 3) else { panic!("another question") };
@@ -438,7 +438,7 @@ fn a_log_ends_with_the_tail_of_a_prompt_where_the_sidecar_knows_it() {
     }
 }
 
-/// A miss would have the engine compute what another one computes for it.
+/// A miss would make the engine compute a prompt that another engine computes for it.
 #[test]
 fn a_query_that_awaits_is_pending_when_the_budget_is_over() {
     let mut peer = Peer::new(1);
@@ -547,7 +547,7 @@ fn saves_end_are_counted_and_given_up_in_ranges() {
     assert_eq!((scheduler.stats()["blocks_committed"], scheduler.stats()["blocks_cancelled"]), (2, 2));
 }
 
-/// The steps that the sidecar was told of since the last look.
+/// The steps accepted at the sidecar since the last call.
 fn accepted(served: &mut Served) -> Vec<u64> {
     served.drain_kind(Kind::Accept).iter().map(|message| message.step).collect()
 }

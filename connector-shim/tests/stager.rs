@@ -1,4 +1,4 @@
-//! A rank whose saves are staged, against a peer that asks for blocks by hand.
+//! A rank with staged saves, against a peer with requests for blocks.
 
 mod peer;
 
@@ -23,7 +23,7 @@ fn segment(served: &Served) -> (&handshake::WorkerHello, u32) {
     (worker, worker.staging.expect("a staging segment"))
 }
 
-/// What lies in a slot, and its tag.
+/// The bytes in a slot, and its tag.
 fn slot(served: &Served, slot: u32) -> (Vec<u8>, u64) {
     let place = segment(served).0.regions[0];
     let (mut bytes, mut tag) = (vec![0; BLOCK_BYTES as usize], [0; 8]);

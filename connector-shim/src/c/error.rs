@@ -6,8 +6,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use crate::error::ShimError;
 
-/// The result of a call. Without a sidecar, or with one that is slow or full, a call succeeds and the answer
-/// is "miss".
+/// The result of a call. Without a sidecar, or with a slow or full one, a call succeeds and the answer is
+/// "miss".
 #[repr(C)]
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub enum Status {
@@ -60,7 +60,7 @@ pub extern "C" fn pillion_version() -> *const c_char {
 /// the next failed call of this thread.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_error_text() -> *const c_char {
-    // A thread that is ending has lost its text.
+    // An ending thread has lost its text.
     ERROR_TEXT.try_with(|text| text.borrow().as_ptr()).unwrap_or(c"".as_ptr())
 }
 
@@ -99,12 +99,12 @@ pub(super) fn run_call(call: impl FnOnce() -> Result<(), CallFailure>) -> Status
         Err(_) => CallFailure::internal(),
     };
     let text = CString::new(failure.text.replace('\0', " ")).expect("its zeros were replaced");
-    // A thread that is ending cannot store the text; the status suffices.
+    // An ending thread cannot store the text; the status suffices.
     let _ = ERROR_TEXT.try_with(|last| last.replace(text));
     failure.status
 }
 
-/// Returns the pointer, or an argument error that names it when it is NULL.
+/// Returns the pointer, or an argument error with its name when it is NULL.
 pub(super) fn require_pointer<T>(name: &str, pointer: Option<T>) -> Result<T, CallFailure> {
     pointer.ok_or_else(|| CallFailure::argument(format!("{name} is NULL: pass a pointer")))
 }

@@ -19,13 +19,13 @@ struct KeysState {
     block_tokens: usize,
 }
 
-/// Kinds of extra keys, in the order in which the extra keys of one block are given.
+/// Kinds of extra keys, in the order of a block's extra keys.
 #[repr(u32)]
 #[derive(Copy, Clone, Debug)]
 pub enum ExtraKind {
     /// The request's LoRA adapter, on every block: `text` is its name, `path` its source.
     Lora = 1,
-    /// An image or other item that reaches into the block: `text` identifies it, `offset` is its begin.
+    /// An image or a similar item in the block: `text` identifies it, `offset` is its begin.
     Multimodal = 2,
     /// The request's cache salt, on its first block: `text`.
     CacheSalt = 3,

@@ -1,4 +1,4 @@
-//! `pillion_scheduler_*`: an engine's scheduler, which asks for blocks, promises loads, and posts saves.
+//! `pillion_scheduler_*`: an engine's scheduler: queries, loads and saves.
 
 use std::ffi::c_char;
 use std::mem::MaybeUninit;
@@ -70,7 +70,7 @@ pub struct SchedulerState {
     pub namespace_word: u64,
     /// Blocks compared so far with kept ones, by pillion_scheduler_check.
     pub blocks_checked: u64,
-    /// Compared blocks whose bytes differ.
+    /// Compared blocks with different bytes.
     pub blocks_differing: u64,
     /// Blocks not kept because no comparison has passed yet.
     pub blocks_unproven: u64,
@@ -299,7 +299,7 @@ pub extern "C" fn pillion_scheduler_close(scheduler: Option<&Scheduler>, log: i6
 /// Says that the weights may have changed for the `count`th time. Unfinished saves are given up, and nothing
 /// is served until every worker has called pillion_worker_weights with this count. Equal weights give the old
 /// blocks back. The caller must not save blocks that were computed before this call, or from such blocks. A
-/// count that is not above the last one has no effect.
+/// count not above the last one has no effect.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_scheduler_weights(scheduler: Option<&Scheduler>, count: u64) -> Status {
     tell_session(scheduler, |session| {
@@ -308,8 +308,8 @@ pub extern "C" fn pillion_scheduler_weights(scheduler: Option<&Scheduler>, count
     })
 }
 
-/// Forgets all that this engine saved: unfinished saves are given up, and earlier blocks are not served to it
-/// any more.
+/// Forgets this engine's earlier saves: unfinished saves are given up, and earlier blocks are not served to
+/// it any more.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_scheduler_reset(scheduler: Option<&Scheduler>) -> Status {
     call_session(scheduler, |state| {

@@ -1,8 +1,9 @@
-//! The plan of a load: made where the scheduler is, carried in the step's metadata, executed where the memory is.
+//! The plan of a load: made by the scheduler, carried in the step's metadata, executed by the ranks.
 //!
-//! Little-endian: `op u64, epoch u64, namespace u64, count u32, flags u32`, then per block `block u32, zero u32, pool offset
-//! u64, generation u64`. The epoch says which life of the sidecar the offsets belong to: another one's pool may hold other
-//! bytes under the same offset and generation. The namespace is what the blocks belong to, as the header word of that name.
+//! Little-endian: `op u64, epoch u64, namespace u64, count u32, flags u32`, then per block `block u32, zero
+//! u32, pool offset u64, generation u64`. The epoch names the life of the sidecar with these offsets: the
+//! pool of another life may hold other bytes under the same offset and generation. The namespace is the one
+//! of the blocks, in the form of the header word of that name.
 
 use shm_protocol::layout::LOG_KEYS;
 use shm_protocol::message::{LOAD_ARRIVING, LOAD_BY_ENGINE, LOAD_SYNC};
@@ -17,17 +18,17 @@ const BLOCK_BYTES: usize = 24;
 pub struct Plan {
     /// Operation id of the LOAD.
     pub op: u64,
-    /// The sidecar's life that the offsets belong to.
+    /// The life of the sidecar with these offsets.
     pub epoch: u64,
-    /// The namespace of the blocks, which must be the rank's; 0: none.
+    /// The namespace of the blocks, equal to the namespace of the rank; 0: none.
     pub namespace: u64,
     /// [`LOAD_SYNC`], [`LOAD_BY_ENGINE`], [`LOAD_ARRIVING`].
     pub flags: u8,
-    /// What goes where.
+    /// Each block of the engine with its slot in the pool.
     pub blocks: Vec<(u32, SlotRef)>,
 }
 
-/// Bytes that are no plan.
+/// Bytes that are not a plan.
 #[derive(Debug, Error, Eq, PartialEq)]
 #[error(
     "the data is not a load plan of this pillion release ({0}): run the same release in the scheduler and the workers"
@@ -37,7 +38,7 @@ pub struct PlanError(&'static str);
 // === impl Plan ===
 
 impl Plan {
-    /// The bytes.
+    /// Returns the plan's bytes.
     pub fn encode(&self) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(HEADER_BYTES + self.blocks.len() * BLOCK_BYTES);
         bytes.extend(self.op.to_le_bytes());
@@ -73,17 +74,17 @@ impl Plan {
         Ok(Self { op, epoch, namespace, flags, blocks })
     }
 
-    /// The blocks that it writes.
+    /// The blocks written by the plan.
     pub fn block_ids(&self) -> Vec<u32> {
         self.blocks.iter().map(|(block, _)| *block).collect()
     }
 
-    /// Whether the ranks copy themselves.
+    /// True if the ranks copy the blocks themselves.
     pub fn by_engine(&self) -> bool {
         self.flags & LOAD_BY_ENGINE != 0
     }
 
-    /// Whether its blocks may have to be waited for.
+    /// True if some blocks may still be on their way to the pool.
     pub fn arriving(&self) -> bool {
         self.flags & LOAD_ARRIVING != 0
     }

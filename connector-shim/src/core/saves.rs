@@ -1,16 +1,16 @@
-//! Unfinished saves: which blocks the sidecar may still read, and which of them must be given up.
+//! Unfinished saves: blocks in use by the sidecar, and their cancellation.
 
 use std::collections::HashMap;
 
 use shm_protocol::layout::COMPLETION_SLOTS;
 use shm_protocol::request::Cancel;
 
-/// Where a block stands in a save.
+/// The place of a block in a save.
 #[derive(Copy, Clone, Debug, Eq, Ord, PartialEq, PartialOrd)]
 pub(crate) struct SaveOrigin {
-    /// The save.
+    /// Operation of the save.
     pub(crate) op: u64,
-    /// Index in the save.
+    /// Index of the block in the save.
     pub(crate) index: u32,
 }
 
@@ -18,7 +18,7 @@ pub(crate) struct SaveOrigin {
 #[derive(Debug, Default)]
 pub(crate) struct Saves {
     sources: HashMap<u32, SaveOrigin>,
-    /// Further saves of a block that is in `sources` already: two requests that filled the same block. Rare, so a list.
+    /// Further saves of blocks in `sources`: two requests have filled the same block. Rare, so a list.
     further: Vec<(u32, SaveOrigin)>,
     open: HashMap<u64, Vec<u32>>,
 }
@@ -26,7 +26,7 @@ pub(crate) struct Saves {
 // === impl Saves ===
 
 impl Saves {
-    /// Whether one more save may be posted: its completion must find room.
+    /// True if one more save may be posted: its completion must find room.
     pub(crate) fn has_room(&self) -> bool {
         self.open.len() < COMPLETION_SLOTS
     }
@@ -36,7 +36,7 @@ impl Saves {
         self.sources.len() + self.further.len()
     }
 
-    /// Whether the sidecar may still read this block.
+    /// True if the sidecar may still read this block.
     pub(crate) fn has(&self, block: u32) -> bool {
         self.sources.contains_key(&block)
     }
@@ -52,7 +52,7 @@ impl Saves {
         self.open.insert(op, blocks);
     }
 
-    /// Notes a completion; false where no such save was open.
+    /// Notes a completion. Returns false if no such save was open.
     pub(crate) fn end_save(&mut self, op: u64) -> bool {
         let Some(blocks) = self.open.remove(&op) else { return false };
         self.further.retain(|(_, source)| source.op != op);
@@ -72,7 +72,7 @@ impl Saves {
         }
     }
 
-    /// Takes out every unfinished save of these blocks, as few ranges as there are.
+    /// Removes every unfinished save of these blocks. Returns their cancels, in as few ranges as possible.
     pub(crate) fn cancel(&mut self, blocks: impl Iterator<Item = u32>) -> Vec<Cancel> {
         let mut sources = Vec::new();
         for block in blocks {
@@ -92,7 +92,7 @@ impl Saves {
         cancels
     }
 
-    /// Forgets every source; completions are still awaited. Returns how many blocks there were.
+    /// Forgets every source, and returns the number of their blocks. The completions are still to come.
     pub(crate) fn void(&mut self) -> usize {
         let blocks = self.block_count();
         self.sources.clear();

@@ -1,4 +1,4 @@
-//! A scheduler's session: asks what is kept, promises loads, posts saves and gives them up.
+//! A scheduler's session: queries, loads, and saves with their cancellation.
 //!
 //! Every call answers at once. Without a sidecar every answer is "miss" and every save is dropped.
 
@@ -27,40 +27,43 @@ use crate::core::notices::{NoticeCause, Notices};
 use crate::core::submission::Submission;
 use crate::error::ShimError;
 
-/// Resets that are told again, one by one, to a sidecar that was restarted; after more, it is told a fresh one, which
-/// costs the blocks kept since and nothing else.
+/// The most salts repeated, one by one, to a restarted sidecar. After more salts the list begins again, which
+/// costs only the blocks kept since.
 const SALTS_MAX: usize = 256;
 
-/// How a session asks and loads.
+/// Settings of a session's queries and loads.
 #[derive(Clone, Debug)]
 pub struct SessionConfig {
-    /// The most that all queries of one step may wait.
+    /// The longest total wait of all queries of one step.
     pub budget: Duration,
-    /// Whether the ranks copy loads themselves.
+    /// True if the ranks copy loads themselves.
     pub by_engine: bool,
-    /// Whether a load may begin when the step before its own is done: the engine neither zeroes nor copies into blocks.
+    /// True if a load may begin when the previous step is done: the engine does not zero blocks or copy into
+    /// them.
     pub early: bool,
-    /// Blocks of a part, where queries may be answered while their blocks are on their way ([`EngineSession::post_load`]). With 0 every
-    /// query is answered once all of its blocks have come.
+    /// Blocks in one part of a load whose query was answered while blocks were on their way
+    /// ([`EngineSession::post_load`]). With 0 every query is answered once all of its blocks have come.
     pub part_blocks: u32,
-    /// A query for so many blocks that another engine computes is answered once all of them have come: a step then loads them.
+    /// A query for at most this many blocks of another engine is answered once all of them have come: one
+    /// step then loads them.
     pub whole_blocks: u32,
-    /// Queries are for the last kept key, as of states, and not for the leading ones: the last one of so many hits is kept.
+    /// True if queries ask for the last kept key (as for states), not for the leading ones: only the last of
+    /// the hits is kept.
     pub last: bool,
-    /// How long queries wait for blocks.
+    /// Limits of the waits for blocks.
     pub load_wait: LoadWait,
 }
 
 /// The waits of queries for blocks of disks and peers.
 #[derive(Copy, Clone, Debug)]
 pub struct LoadWait {
-    /// Milliseconds at most, while the blocks come faster than the engine computes.
+    /// The longest wait in milliseconds, while the blocks arrive faster than the engine computes.
     pub most_ms: u32,
-    /// How much longer than computing a load may take, in thousandths of it.
+    /// The longest time of a load, as a multiple of computing its blocks, in thousandths.
     pub preference: u32,
 }
 
-/// Numbers of `u64`, each told by its name.
+/// Declares counters of `u64` and a map of them by name.
 macro_rules! counters {
     ($($name:ident)*) => {
         #[derive(Debug, Default)]
@@ -90,15 +93,15 @@ pub struct EngineSession<C> {
     link: Option<SchedulerLink<C>>,
     incarnation: u64,
     left: Duration,
-    /// The sidecar's heartbeat when a query timed out, and how long that had waited; nothing is asked until the heartbeat differs,
-    /// but for queries that would have waited longer.
+    /// The sidecar's heartbeat when a query timed out, and that query's wait. Until the heartbeat changes,
+    /// only queries with longer waits are posted.
     stalled: Option<(u64, Duration)>,
     next_op: u64,
-    /// The last step that the engine accepted.
+    /// The last step accepted by the engine.
     accepted: Option<u64>,
-    /// How often the weights may have changed.
+    /// Number of the last possible change of weights.
     weights: u64,
-    /// How fast the engine computes prompts; none: not known yet.
+    /// The engine's rate of computing prompts; `None` while not known.
     prefill: Option<PrefillRate>,
     salts: Vec<[u8; 16]>,
     announced: Announced,
@@ -108,7 +111,7 @@ pub struct EngineSession<C> {
 // === impl LoadWait ===
 
 impl Default for LoadWait {
-    /// As of a silent scheduler.
+    /// The values for a scheduler that states none.
     fn default() -> Self {
         Self { most_ms: QUERY_WAIT_MS_MAX, preference: LOAD_PREFERENCE }
     }
@@ -117,7 +120,7 @@ impl Default for LoadWait {
 // === impl EngineSession ===
 
 impl<C: Deref<Target: Endpoint>> EngineSession<C> {
-    /// Without a connection yet. What the engine's log is to say goes to `notices`.
+    /// A session without a connection. Notices for the engine's log go to `notices`.
     pub fn new(config: SessionConfig, notices: Arc<Notices>) -> Self {
         Self {
             left: config.budget,
@@ -136,7 +139,8 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
         }
     }
 
-    /// Begins with a new sidecar. It is told first how often this engine's weights changed, then every salt of its namespace.
+    /// Begins with a new sidecar. The session first posts the number of its last change of weights, then
+    /// every salt of its namespace.
     pub fn attach(&mut self, connection: C) {
         self.detach();
         let mut link = SchedulerLink::new(connection, self.incarnation);
@@ -159,7 +163,7 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
         self.link = Some(link);
     }
 
-    /// The connection is gone.
+    /// Drops a lost connection.
     pub fn detach(&mut self) {
         if let Some(link) = self.link.take() {
             self.incarnation = link.logs.incarnation();
@@ -174,43 +178,43 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
         self.link.as_ref().map(|link| &link.connection)
     }
 
-    /// The ring of that connection, which tests write into beside the session.
+    /// The submission ring of the connection, for writes by tests beside the session.
     pub fn submission(&mut self) -> Option<&mut Submission> {
         self.link.as_mut().map(|link| &mut link.submission)
     }
 
-    /// Whether a sidecar is there, as far as is known.
+    /// True while a sidecar is connected, as far as is known.
     pub fn is_connected(&self) -> bool {
         self.link.is_some()
     }
 
-    /// Key logs that the sidecar has not been told the end of.
+    /// Number of key logs whose CLOSE was not posted.
     pub fn logs(&self) -> usize {
         self.link.as_ref().map_or(0, |link| link.logs.len() + link.unclosed.len())
     }
 
-    /// Blocks that the sidecar may still read.
+    /// Number of blocks that the sidecar may still read.
     pub fn saving(&self) -> usize {
         self.link.as_ref().map_or(0, |link| link.saves.block_count())
     }
 
-    /// Of `blocks`, those that the sidecar may still read: none without a sidecar.
+    /// Returns those of `blocks` that the sidecar may still read: none without a sidecar.
     pub fn unsaved(&self, mut blocks: Vec<u32>) -> Vec<u32> {
         blocks.retain(|block| self.is_unsaved(*block));
         blocks
     }
 
-    /// Whether the sidecar may still read this block.
+    /// True if the sidecar may still read this block.
     pub fn is_unsaved(&self, block: u32) -> bool {
         self.link.as_ref().is_some_and(|link| link.saves.has(block))
     }
 
-    /// Blocks compared with kept ones, and the differing ones of them.
+    /// Number of blocks compared with kept ones, and number of differing ones.
     pub fn checked(&self) -> (u64, u64) {
         (self.counters.blocks_checked, self.counters.blocks_differing)
     }
 
-    /// The first 8 bytes of the namespace that the engine is bound to; 0: none.
+    /// The first 8 bytes of the engine's namespace; 0 without a binding.
     pub fn namespace(&self) -> u64 {
         self.link.as_ref().map_or(0, SchedulerLink::namespace)
     }
@@ -219,7 +223,7 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
     /// sleeping sidecar while the keys are still being written.
     pub fn open_log(&mut self, fold: Option<[u8; 16]>) -> i64 {
         let Some(link) = &mut self.link else { return -1 };
-        // A number is free again before its CLOSE has found room: that one goes first.
+        // The closed log's number is free before its CLOSE is posted: that CLOSE must go first.
         link.retry_closes();
         if !link.unclosed.is_empty() {
             return -1;
@@ -232,13 +236,14 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
         link.logs.open_log(fold).unwrap_or(-1)
     }
 
-    /// Keys in a log; `None` where the handle is void.
+    /// Number of keys in a log; `None` if the handle is void.
     pub fn length(&mut self, handle: i64) -> Option<u32> {
         Some(self.link.as_mut()?.logs.get(handle)?.1.length)
     }
 
-    /// Appends keys `start..start + count`, each of which `key` sets, and returns the log's length: all of them, or none without
-    /// room. `start` must be the length so far. A void handle has length 0. Nothing follows a tail.
+    /// Appends keys `start..start + count`, each set by `key`. Returns the log's length: with all of the
+    /// keys, or with none if there is no room. `start` must be the length so far. A void handle has length 0.
+    /// Fails if the log ends with a tail.
     pub fn append_keys<E: From<ShimError>>(
         &mut self,
         handle: i64,
@@ -255,7 +260,7 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
         self.extend(handle, (length, count), false, key)
     }
 
-    /// Appends keys to a log of `length`, the last one a tail or none; returns its length then.
+    /// Appends keys to a log of `length`; with `tail` the last one is a tail. Returns the new length.
     fn extend<E: From<ShimError>>(
         &mut self,
         handle: i64,
@@ -276,8 +281,9 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
         Ok(length + count)
     }
 
-    /// Posts the save of keys `start..` from `blocks`. They are copied once step `step` is done, and kept once it was accepted
-    /// ([`EngineSession::accept_step`]). `checked`: what is kept already is compared with them. False: dropped.
+    /// Posts the save of keys `start..` from `blocks`. The sidecar copies them once step `step` is done, and
+    /// keeps them once [`EngineSession::accept_step`] named it. With `checked`, kept blocks are compared with
+    /// them. Returns false if the save was dropped.
     pub fn post_save(&mut self, handle: i64, start: u32, blocks: Vec<u32>, step: u64, checked: bool) -> bool {
         let posted = self.try_save(handle, start, blocks, step, checked).is_some();
         match posted {
@@ -318,8 +324,9 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
         Some(())
     }
 
-    /// The engine went on with the output of step `step`, which every rank returned: saves of that step may be kept, and those of
-    /// earlier steps that were not accepted are void. The sidecar is told at once where saves wait for it.
+    /// Accepts step `step`: every rank returned it, and the engine went on with its output. Saves of that
+    /// step may be kept; saves of earlier steps without acceptance are void. The sidecar gets the message at
+    /// once if saves wait for it.
     pub fn accept_step(&mut self, step: u64) {
         self.accepted = self.accepted.max(Some(step));
         if let Some(link) = &mut self.link {
@@ -327,8 +334,9 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
         }
     }
 
-    /// Gives up every unfinished save of these blocks, and returns how many there were. The sidecar can see it at once: another
-    /// session of this engine may post a load into one of them next.
+    /// Gives up every unfinished save of these blocks, and returns the number of blocks given up. The cancels
+    /// are visible to the sidecar at once: another session of this engine may post a load into one of the
+    /// blocks next.
     pub fn overwrite(&mut self, blocks: impl Iterator<Item = u32>) -> usize {
         let Some(link) = &mut self.link else { return 0 };
         if link.saves.block_count() == 0 {
@@ -338,7 +346,7 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
         for cancel in link.saves.cancel(blocks) {
             given_up += cancel.count as usize;
             if link.submission.post(SchedulerRequest::Cancel(cancel)).is_none() {
-                // No room even for giving up: this word covers all of them, those still listed too.
+                // No room even for a cancel: this word covers all unfinished saves.
                 self.counters.saves_voided += 1;
                 given_up += link.void_saves_below(self.next_op);
                 break;
@@ -369,12 +377,13 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
             link.questions.remove(&op);
         }
         if lease.is_some() || pending.is_some() {
-            // Without room even here the lease ends with the log, or by its age.
+            // Without room for this message the lease ends with the log, or by its age.
             link.submission.post(SchedulerRequest::Release { log: number });
         }
     }
 
-    /// Closes a log: its lease and its pending query end. `way`: a number for the way the request's answer ended; 0: not told.
+    /// Closes a log: its lease and its pending query end. `way` is the code of the end of the request's
+    /// answer; 0: not known.
     pub fn close_log(&mut self, handle: i64, way: u32) {
         let Some(link) = &mut self.link else { return };
         if let Some((number, log)) = link.logs.close_log(handle) {
@@ -385,8 +394,8 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
         }
     }
 
-    /// Starts a new generation of the namespace, which this random `salt` tells from every other: what was kept before is not
-    /// served any more, and no lease survives.
+    /// Starts a new generation of the namespace, named by this random `salt`: earlier blocks are not served
+    /// any more, and every lease ends.
     pub fn salt(&mut self, salt: [u8; 16]) {
         self.end_generation(SchedulerRequest::Salt { salt });
         if self.salts.len() == SALTS_MAX {
@@ -395,9 +404,10 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
         self.salts.push(salt);
     }
 
-    /// The engine's weights may have changed for the `number`th time: nothing is served, and nothing saved, until every rank
-    /// has stated what it holds now ([`crate::worker::RankClient::set_weights`]). No lease survives. A number that is not above
-    /// the last one does nothing.
+    /// Says that the engine's weights may have changed for the `number`th time: nothing is served, and
+    /// nothing saved, until every rank has stated its weights again
+    /// ([`crate::worker::RankClient::set_weights`]). Every lease ends. A number not above the last one has no
+    /// effect.
     pub fn weights(&mut self, number: u64) {
         if number <= self.weights {
             return;
@@ -410,7 +420,8 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
         }
     }
 
-    /// Tells the sidecar what ends every lease. One that has no room for it is left: the next connection is told first.
+    /// Posts a request that ends every lease. Without room for it the session hangs up; the next connection
+    /// begins with the same facts.
     fn end_generation(&mut self, request: SchedulerRequest) {
         let Some(link) = &mut self.link else { return };
         if link.submission.post(request).is_some() {
@@ -424,8 +435,8 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
         }
     }
 
-    /// Ends a step: publishes, reaps, reclaims, and refills the budget. An error: the sidecar broke the protocol,
-    /// and is to be left.
+    /// Ends a step: publishes messages, takes completions, reclaims memory, and refills the budget. Fails if
+    /// the sidecar broke the protocol; the caller must then hang up.
     pub fn end_step(&mut self) -> Result<(), String> {
         self.left = self.config.budget;
         self.prune_questions();
@@ -447,8 +458,8 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
         Err(text)
     }
 
-    /// Has [`EngineSession::take_changes`] tell of every block that the engine could find at the sidecar, and then of what changes. Called
-    /// again, of every block again: whoever is told has forgotten them.
+    /// Makes [`EngineSession::take_changes`] return every block of this engine at the sidecar, and later the
+    /// changes. Another call begins again with every block, for a receiver that has forgotten them.
     pub fn ask_announcements(&mut self) {
         self.announced.again();
         if let Some(link) = &self.link {
@@ -456,8 +467,9 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
         }
     }
 
-    /// What has changed of the blocks since the last call, once [`EngineSession::ask_announcements`] was called. Without a sidecar there are none.
-    /// An error: the sidecar broke the protocol, and is to be left.
+    /// Returns the changes of blocks since the last call; empty before [`EngineSession::ask_announcements`].
+    /// A lost sidecar removes every block. Fails if the sidecar broke the protocol; the caller must then hang
+    /// up.
     pub fn take_changes(&mut self) -> (Vec<BlockChange>, Result<(), String>) {
         let mut end = Ok(());
         if self.announced.asked > 0
@@ -472,13 +484,13 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
         (self.announced.take_changes(), end)
     }
 
-    /// The engine computes prompts at this rate. Nothing is posted: a word in shared memory says it.
+    /// Publishes the engine's rate of computing prompts, in a word of shared memory.
     pub fn tell_prefill(&mut self, rate: PrefillRate) {
         self.prefill = Some(rate);
         self.link.iter().for_each(|link| link.tell_prefill(rate));
     }
 
-    /// Forgets queries that were posted and never asked for again.
+    /// Forgets old queries whose answers no one took.
     fn prune_questions(&mut self) {
         let oldest = self.next_op.saturating_sub(OPERATIONS as u64);
         if let Some(link) = &mut self.link
@@ -488,12 +500,12 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
         }
     }
 
-    /// Numbers since the start, by name.
+    /// Counters since the start, by name.
     pub fn stats(&self) -> BTreeMap<&'static str, u64> {
         self.counters.by_name()
     }
 
-    /// Makes what was posted visible to the sidecar.
+    /// Makes posted messages visible to the sidecar.
     pub fn flush(&mut self) {
         if let Some(link) = &mut self.link {
             link.flush();
@@ -501,13 +513,13 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
     }
 }
 
-/// The notice for an engine whose saves are dropped because it has shown nothing of what it computes.
+/// The notice for an engine whose saves are dropped because none of its blocks has passed a KV check.
 const UNPROVEN: &str = "blocks of this engine are not kept, because it took over the facts of its namespace and has not \
      passed a KV check there yet. It can load. To save, it must compute the first block of a kept prompt and have it \
      compared: Engine.prove(tokens, compute) in Python, pillion_scheduler_check in C. If the namespace keeps no prompt, \
      let vLLM answer one first";
 
-/// The notice for an engine whose sidecar would keep what the engine never accepted.
+/// The notice for an engine whose sidecar would also keep blocks without acceptance.
 const OLD_SIDECAR: &str = "blocks of this engine are not kept, because the sidecar's release would also keep blocks of \
      failed steps. The engine can load. To save, upgrade the sidecar to 0.3.0 or later";
 
@@ -515,7 +527,7 @@ const OLD_SIDECAR: &str = "blocks of this engine are not kept, because the sidec
 const STATELESS_SIDECAR: &str = "no prompt of this engine is found, because the sidecar's release does not know states: upgrade the \
      sidecar to this engine's release of Pillion";
 
-/// The notice for the engine's log when its check found that it computes other KV than the sidecar keeps.
+/// The notice for an engine whose check found other KV than the sidecar keeps.
 fn differing(namespace: u64, saved: Saved) -> String {
     let millionths = |part: u32| f64::from(part) / 1e6;
     let digits: String = namespace.to_le_bytes().iter().map(|byte| format!("{byte:02x}")).collect();

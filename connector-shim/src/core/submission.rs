@@ -7,7 +7,7 @@ use shm_protocol::session::{RegionRing, Ring, SessionMemory};
 
 use super::endpoint::Endpoint;
 
-/// Posts messages; a peer whose cursor is impossible leaves it without room for good.
+/// Posts messages. After an impossible cursor of the peer it has no room any more.
 #[derive(Debug)]
 pub struct Submission {
     producer: Producer<RegionRing>,
@@ -22,12 +22,13 @@ impl Submission {
         Self { producer: Producer::new(memory.ring(Ring::Submission)), broken: None }
     }
 
-    /// Whether `slots` ordinary messages fit.
+    /// True if `slots` ordinary messages fit.
     pub(crate) fn has_room(&mut self, slots: u32) -> bool {
         self.check_room(SUBMISSION_RESERVED as u32 + slots.saturating_sub(1))
     }
 
-    /// Posts one message and returns its sequence number, or `None` without room. Not yet visible to the sidecar.
+    /// Posts one message and returns its sequence number, or `None` without room. The sidecar does not see it
+    /// before [`Submission::flush`].
     pub fn post(&mut self, request: impl Into<Message>) -> Option<u32> {
         let message = request.into();
         let reserved = if message.kind.reserved() { 0 } else { SUBMISSION_RESERVED as u32 };
@@ -49,7 +50,7 @@ impl Submission {
         })
     }
 
-    /// Makes the posted messages visible, without waking anybody.
+    /// Makes the posted messages visible, without a wake-up.
     pub(crate) fn publish(&mut self) -> bool {
         self.producer.publish()
     }
@@ -61,7 +62,7 @@ impl Submission {
         }
     }
 
-    /// The sidecar's head, freshly read: everything before it has been copied out.
+    /// The sidecar's head, freshly read: the sidecar has copied out all earlier messages.
     pub fn acknowledged(&mut self) -> u32 {
         if self.broken.is_none()
             && let Err(error) = self.producer.free()
@@ -71,13 +72,13 @@ impl Submission {
         self.producer.acknowledged()
     }
 
-    /// How the sidecar broke the ring, if it did.
+    /// The sidecar's violation of the ring, if there is one.
     pub(crate) fn broken(&self) -> Option<&CursorError> {
         self.broken.as_ref()
     }
 }
 
-/// Whether the sidecar's head has passed message `sequence`.
+/// True if the sidecar's head has passed message `sequence`.
 pub(crate) fn has_passed(acknowledged: u32, sequence: u32) -> bool {
     // A ring holds far fewer than 2^31 messages, so the wrapped distance has the sign of the true one.
     acknowledged.wrapping_sub(sequence).cast_signed() > 0

@@ -1,7 +1,7 @@
-//! A rank's session: which run it takes part in, which weights it holds, which loads it waits for, and who copies them.
+//! A rank's session: its run, its weights, the loads it waits for, and the process that copies each of them.
 //!
-//! A load that the sidecar was to copy and did not is a [`LoadJob`]: its host copies the blocks from the mapped pool. The mapping
-//! outlives the connection, so that a dead sidecar's promises can still be kept.
+//! A load left unfinished by the sidecar is a [`LoadJob`]: its host copies the blocks from the mapped pool.
+//! The mapping outlives the connection, so that a dead sidecar's promises can still be kept.
 
 pub mod link;
 pub mod load;
@@ -21,8 +21,8 @@ use crate::core::endpoint::Endpoint;
 use crate::core::notices::{NoticeCause, Notices};
 use crate::core::plan::Plan;
 
-/// How long the pool of a sidecar's earlier life stays mapped after the next one was found: plans made before are on
-/// their way for a step or two, and the memory is needed by the next sidecar.
+/// Time for which the pool of a sidecar's earlier life stays mapped beside the next one: earlier plans are on
+/// their way for a step or two, and the next sidecar needs the memory.
 const POOL_KEPT: Duration = Duration::from_secs(5);
 
 /// The rank's last WEIGHTS message since its HELLO; all zero before the first.
@@ -37,32 +37,32 @@ struct Weights {
 #[derive(Debug)]
 pub struct RankSession<C, P> {
     notices: Arc<Notices>,
-    /// This rank copies every load itself.
+    /// True if this rank copies every load itself.
     by_engine: bool,
-    /// Of this rank's part of a block.
+    /// Bytes of this rank's part of a block.
     block_bytes: u64,
     link: Option<Arc<RankLink<C>>>,
-    /// With the sidecar's life.
+    /// The sidecar's life, and its pool.
     pool: Option<(u64, P)>,
     earlier_pool: Option<(Instant, (u64, P))>,
-    /// Loads into host memory that no step waits for, and of which the sidecar's word is awaited.
+    /// Loads into host memory that no step waits for, while the sidecar may still copy them.
     pub awaited: Vec<AwaitedLoad<C>>,
     run: Option<[u8; 16]>,
     joined: bool,
     /// The last step begun.
     started: u64,
     weights: Weights,
-    /// Whether the sidecar was told the last of them.
+    /// True if the sidecar has the last of them.
     has_posted_weights: bool,
-    /// The first 8 bytes of the namespace that the rank was bound to last, also by a sidecar that is gone: its promises can
-    /// still be kept. 0: none since the weights may have changed.
+    /// The first 8 bytes of the rank's last namespace, also after the sidecar's end: its promises can still
+    /// be kept. 0: none since the weights may have changed.
     bound: u64,
 }
 
 // === impl RankSession ===
 
 impl<C: Deref<Target: Endpoint>, P: Clone> RankSession<C, P> {
-    /// Without a connection yet. What the engine's log is to say goes to `notices`.
+    /// A session without a connection. Notices for the engine's log go to `notices`.
     pub fn new(by_engine: bool, block_bytes: u64, notices: Arc<Notices>) -> Self {
         Self {
             notices,
@@ -81,7 +81,8 @@ impl<C: Deref<Target: Endpoint>, P: Clone> RankSession<C, P> {
         }
     }
 
-    /// Begins with a new sidecar, which is told what the rank has said before. The caller has detached the last one.
+    /// Begins with a new sidecar, and repeats this rank's weights and run to it. The caller has detached the
+    /// last one.
     pub fn attach(&mut self, connection: C, pool: P, now: Instant) {
         let epoch = connection.epoch();
         self.link = Some(Arc::new(RankLink::new(connection)));
@@ -92,7 +93,7 @@ impl<C: Deref<Target: Endpoint>, P: Clone> RankSession<C, P> {
         self.introduce();
     }
 
-    /// Lets go of a connection that ended. What it promised by its last binding may still be loaded.
+    /// Drops an ended connection. Loads promised under its last binding may still be made.
     pub fn detach(&mut self) -> Option<Arc<RankLink<C>>> {
         self.read_binding();
         self.link.take()
@@ -108,7 +109,7 @@ impl<C: Deref<Target: Endpoint>, P: Clone> RankSession<C, P> {
         self.weights.number
     }
 
-    /// Takes part in the scheduler's run. Does nothing when this was said already on this connection.
+    /// Takes part in the scheduler's run. Does nothing if this connection has told the sidecar already.
     pub fn join(&mut self, run: [u8; 16]) {
         if self.run != Some(run) {
             self.run = Some(run);
@@ -117,9 +118,9 @@ impl<C: Deref<Target: Endpoint>, P: Clone> RankSession<C, P> {
         self.introduce();
     }
 
-    /// States the weights that this rank holds, by a digest of a sample, in answer to the scheduler's `answers`th change; a
-    /// number below the last one repeats it: then the rank found the change by itself. Until the sidecar has bound it anew
-    /// every load is refused.
+    /// States this rank's weights, by a digest of a sample, in answer to the scheduler's `answers`th change.
+    /// A number below the last one repeats it: the rank found the change by itself. Every load is refused
+    /// until the sidecar has bound the rank again.
     pub fn set_weights(&mut self, answers: u64, live: [u8; 16]) {
         let Weights { number, answers: last, .. } = self.weights;
         self.weights = Weights { number: number + 1, answers: answers.max(last), live };
@@ -127,7 +128,7 @@ impl<C: Deref<Target: Endpoint>, P: Clone> RankSession<C, P> {
         self.introduce();
     }
 
-    /// Tells the sidecar what it does not know: the weights first, so that a rank which has joined holds what it stated.
+    /// Posts missing messages: the weights first, so that a joined rank always has the stated ones.
     fn introduce(&mut self) {
         let Some(link) = &self.link else { return };
         if !self.has_posted_weights {
@@ -135,12 +136,12 @@ impl<C: Deref<Target: Endpoint>, P: Clone> RankSession<C, P> {
             self.has_posted_weights = link.post(WorkerRequest::Weights { number, answers, live });
         }
         if let (true, false, Some(run)) = (self.has_posted_weights, self.joined, self.run) {
-            // What was said of loads up to that step may have been lost with the last connection.
+            // LOADED messages up to that step may have been lost with the last connection.
             self.joined = link.post(WorkerRequest::Join { run, step: self.started });
         }
     }
 
-    /// Step `step` has begun, and its fence is stored.
+    /// Notes the begin of step `step`; its fence is stored.
     pub fn start_step(&mut self, step: u64) {
         self.started = step;
         if let Some(link) = &self.link {
@@ -148,12 +149,12 @@ impl<C: Deref<Target: Endpoint>, P: Clone> RankSession<C, P> {
         }
     }
 
-    /// Whether the sidecar writes nothing of a plan into this rank's memory.
+    /// True if the sidecar writes no block of the plan into this rank's memory.
     pub fn copies_itself(&self, plan: &Plan) -> bool {
         self.by_engine || plan.by_engine()
     }
 
-    /// Begins a load into host memory, which the sidecar or this process copies.
+    /// Begins a load into host memory, copied by the sidecar or by this process.
     pub fn begin_load(&mut self, plan: Plan) -> NextLoadStep<C, P> {
         let link = self.link_of(&plan).filter(|_| !self.copies_itself(&plan));
         let Some(link) = link else { return NextLoadStep::Copy(self.job(plan)) };
@@ -163,14 +164,14 @@ impl<C: Deref<Target: Endpoint>, P: Clone> RankSession<C, P> {
         NextLoadStep::Await(AwaitedLoad { refused: self.refuses(&plan), plan, link, patience })
     }
 
-    /// Looks at a load that is awaited.
+    /// Looks at an awaited load.
     pub fn look_at_load(&mut self, mut awaited: AwaitedLoad<C>, now: Instant) -> NextLoadStep<C, P> {
         let outcome = awaited.outcome();
         if is_whole(&awaited.plan, outcome) {
             return NextLoadStep::Whole(awaited);
         }
         if outcome.is_some_and(|outcome| outcome.status.is_refusal()) {
-            // Nobody writes a block of it: there is nothing to take back.
+            // No one writes a block of it: there is nothing to take back.
             return NextLoadStep::Copy(self.job(awaited.plan));
         }
         if outcome.is_none() && !awaited.link.connection.is_lost() && !awaited.is_late(now) {
@@ -187,13 +188,13 @@ impl<C: Deref<Target: Endpoint>, P: Clone> RankSession<C, P> {
         })
     }
 
-    /// A load that this process copies.
+    /// Returns the job for a load copied by this process.
     pub fn job(&mut self, plan: Plan) -> LoadJob<C, P> {
         let refused = self.refuses(&plan);
         LoadJob { pool: self.pool_of(&plan), link: self.link_of(&plan), plan, rescue: false, refused }
     }
 
-    /// The connection to the sidecar that made the plan possible.
+    /// The connection to the sidecar of this plan.
     pub fn link_of(&self, plan: &Plan) -> Option<Arc<RankLink<C>>> {
         self.link.clone().filter(|link| link.connection.epoch() == plan.epoch)
     }
@@ -204,15 +205,16 @@ impl<C: Deref<Target: Endpoint>, P: Clone> RankSession<C, P> {
         found.map(|(_, pool)| pool.clone())
     }
 
-    /// Loads that still need the mapping hold it themselves.
+    /// Unmaps the pool of an earlier life after [`POOL_KEPT`]. Loads in progress keep the mapping by their
+    /// own references.
     pub fn drop_earlier_pool(&mut self, now: Instant) {
         if self.earlier_pool.as_ref().is_some_and(|(since, _)| now - *since > POOL_KEPT) {
             self.earlier_pool = None;
         }
     }
 
-    /// Whether a plan's blocks are none of this rank's namespace. The scheduler and the ranks are bound by the sidecar one after
-    /// the other, and weights may have changed since the plan was made.
+    /// True if a plan's blocks belong to another namespace than this rank. The sidecar binds the scheduler
+    /// and the ranks one after the other, and weights may have changed since the plan was made.
     fn refuses(&mut self, plan: &Plan) -> bool {
         self.read_binding();
         let refused = plan.namespace == 0 || plan.namespace != self.bound;
@@ -231,7 +233,7 @@ impl<C: Deref<Target: Endpoint>, P: Clone> RankSession<C, P> {
         refused
     }
 
-    /// Remembers what the sidecar has bound this rank to.
+    /// Stores the namespace of the sidecar's binding, if it is for the current weights.
     fn read_binding(&mut self) {
         if let Some(link) = &self.link {
             let bound = link.connection.memory().load_bound();

@@ -1,7 +1,8 @@
-//! The copies of this process, and the thread that makes those for which nobody waits.
+//! This process' own copies, and the thread for loads that no caller waits for.
 //!
-//! On a GPU the thread is the watchdog too: it follows every load that the sidecar promised, and takes back, copies and
-//! releases those that do not come. It needs neither the interpreter nor anything that waits for a parked stream.
+//! On a GPU the thread is also the watchdog: it follows every load promised by the sidecar, and takes back,
+//! copies and releases late ones. It does not use the interpreter, and makes no call that a waiting stream
+//! could block.
 
 mod fetch;
 mod guard;
@@ -26,18 +27,19 @@ use crate::core::worker::link::Batches;
 use crate::core::worker::load::is_whole;
 use crate::core::worker::watch::{LoadSeen, LoadWatch, WatchVerdict};
 
-/// Time between two looks at loads in progress: a request waits for the end that is seen, and a look takes some microseconds.
+/// Time between two looks at loads in progress: a request waits for the look that finds its load's end, and a
+/// look takes some microseconds.
 const LOOK: Duration = Duration::from_micros(200);
-/// The same while this process copies, or is about to for a stream that waits.
+/// The shorter time while this process copies, or is about to copy for a waiting stream.
 const POLL: Duration = Duration::from_micros(20);
 
-/// A load into GPU memory that the thread sees through.
+/// A load into GPU memory, followed by the thread until its end.
 #[derive(Debug)]
 pub(super) struct WatchedLoad {
     pub(super) job: Job,
-    /// Behind everything that used its blocks before.
+    /// A mark behind all earlier uses of its blocks.
     pub(super) reached: Box<dyn StreamMark>,
-    /// The engine's stream waits for it: it must come.
+    /// The engine's stream waits for the load: its blocks must arrive.
     pub(super) sync: bool,
     pub(super) watch: LoadWatch,
     /// This process' own copies, once they have begun.
@@ -46,7 +48,7 @@ pub(super) struct WatchedLoad {
 
 /// A place in the engine's stream.
 pub(super) trait StreamMark: std::fmt::Debug + Send {
-    /// Whether the stream has passed it.
+    /// True once the stream has passed it.
     fn passed(&self) -> Result<bool, CudaError>;
 }
 
@@ -56,7 +58,7 @@ impl StreamMark for StreamEvent {
     }
 }
 
-/// What the thread is given.
+/// An order to the thread.
 #[derive(Debug)]
 pub(super) enum CopierOrder {
     Copy(Job),
@@ -80,41 +82,42 @@ pub(super) struct RankCounters {
     pub(super) rescues: AtomicU64,
 }
 
-/// What the thread shares with the session.
+/// The state shared by the thread and the session.
 #[derive(Debug)]
 pub(super) struct RankCopies {
     memory: EngineMemory,
     gpu: Option<Arc<Gpu>>,
-    /// Where the cuts end that a load arrives in, in bytes of this rank's part of a block.
+    /// Ends of the cuts in which a load arrives, in bytes of this rank's part of a block.
     cuts: Vec<u64>,
     part: SlotPart,
     notices: Arc<Notices>,
     pub(super) counters: RankCounters,
     progress: CopierProgress,
-    /// The session has ended and its GPU's streams are idle: memory and streams are freed, not left to the end of the process.
+    /// The session has ended and its GPU's streams are idle: memory and streams are freed, not left to the
+    /// end of the process.
     frees: AtomicBool,
 }
 
-/// How far the thread is.
+/// The progress of the thread.
 #[derive(Debug, Default)]
 struct CopierProgress {
     ended: Mutex<Vec<EndedLoad>>,
-    /// Loads that the thread follows; while there are any, the engine's stream may be parked.
+    /// Number of loads that the thread follows; above 0, the engine's stream may be waiting for one.
     watched: AtomicUsize,
     /// Bytes of the loads that the thread follows.
     watched_bytes: AtomicU64,
-    /// Those of them that the engine's stream waits for.
+    /// Followed loads with a wait on the engine's stream.
     stream_waits: Mutex<Vec<StreamWait>>,
-    /// Turns of the thread: one that stands still is held up by the driver.
+    /// Turns of the thread. When they stop, the driver blocks the thread.
     turns: AtomicU64,
-    /// Marks of loads that ended, to be freed where nothing is parked.
+    /// Marks of ended loads, to be freed while no stream waits.
     spent: Mutex<Vec<Box<dyn StreamMark>>>,
 }
 
 // === impl RankCopies ===
 
 impl RankCopies {
-    /// For memory of `gpu`, if it is one's, whose loads arrive in cuts that end at `cuts`.
+    /// For memory of `gpu`, if it is GPU memory. `cuts` are the ends of the cuts in which its loads arrive.
     pub(super) fn new(
         memory: EngineMemory,
         gpu: Option<&Arc<Gpu>>,
@@ -139,7 +142,8 @@ impl RankCopies {
         named.spawn(move || copies.run_orders(&orders)).map(|thread| (sender, thread))
     }
 
-    /// Has the threads and the session free their memory and streams of a GPU at their end. The engine's streams are idle.
+    /// Makes the threads and the session free their memory and streams of a GPU at their end. The engine's
+    /// streams are idle.
     pub(super) fn free_at_end(&self) {
         // Relaxed: the threads look after the end of their channels.
         self.frees.store(true, Ordering::Relaxed);
@@ -150,15 +154,16 @@ impl RankCopies {
         self.frees.load(Ordering::Relaxed)
     }
 
-    /// Whether no stream of the engine can be parked on a load.
+    /// True if no stream of the engine can be waiting for a load.
     pub(super) fn is_unwatched(&self) -> bool {
-        // SYNC POINT(watched): acquire pairs with the release in `follow`; the thread is done with what it held.
+        // SYNC POINT(watched): acquire pairs with the release in `follow_all`; the thread has dropped the
+        // links of ended loads.
         self.progress.watched.load(Ordering::Acquire) == 0
     }
 
-    /// Before the thread is given a load to follow. Returns the bytes in it and ahead of it.
+    /// Counts a load before the thread gets it. Returns the bytes of this load and of the loads ahead of it.
     pub(super) fn count_watched(&self, job: &Job, sync: bool) -> u64 {
-        // Relaxed: the session's own thread looks at it.
+        // Relaxed: only the session's own thread looks at it.
         self.progress.watched.fetch_add(1, Ordering::Relaxed);
         let link = job.link.clone().filter(|_| sync);
         self.stream_waits().extend(link.map(|link| StreamWait { link, op: job.plan.op }));
@@ -175,7 +180,7 @@ impl RankCopies {
         lock(&self.progress.stream_waits)
     }
 
-    /// Frees the marks of loads that ended; may wait for a parked stream.
+    /// Frees the marks of ended loads; may wait for a waiting stream.
     pub(super) fn free_spent(&self) {
         lock(&self.progress.spent).clear();
     }
@@ -185,7 +190,8 @@ impl RankCopies {
         &self.memory
     }
 
-    /// What is to be copied of a job: nothing where no pool can be read, or its blocks are another namespace's.
+    /// Prepares the copies of a job. The result has no copies if the job's pool cannot be read, or its plan
+    /// names another namespace.
     fn begin_fetch(&self, job: &Job) -> BlockFetch {
         match &job.pool {
             _ if job.refused => BlockFetch::nothing(job.plan.block_ids()),
@@ -201,7 +207,7 @@ impl RankCopies {
         }
     }
 
-    /// Carries out a job, tells the sidecar, and returns the failed blocks.
+    /// Carries out a job, reports its end to the sidecar, and returns the failed blocks.
     pub(super) fn carry_out(&self, job: &Job) -> Vec<u32> {
         if job.rescue {
             self.note_rescue();
@@ -245,14 +251,14 @@ impl RankCopies {
         failed
     }
 
-    /// Counts a load that the sidecar made.
+    /// Counts a load that the sidecar copied.
     pub(super) fn count_sidecar(&self, plan: &Plan) {
         let blocks = plan.blocks.len() as u64;
         self.counters.blocks_by_sidecar.fetch_add(blocks, Ordering::Relaxed);
         self.count_load(blocks, 0);
     }
 
-    /// Counts and says that a load is taken away from the sidecar.
+    /// Counts a load taken back from the sidecar, with a notice.
     pub(super) fn note_rescue(&self) {
         self.counters.rescues.fetch_add(1, Ordering::Relaxed);
         self.notices.say(NoticeCause::Rescue, "the engine finished a load that the sidecar did not finish");
@@ -268,7 +274,7 @@ impl RankCopies {
         lock(&self.progress.ended).push(ended);
     }
 
-    /// Asynchronous loads that ended, each once.
+    /// Asynchronous loads that have ended; each is returned once.
     pub(super) fn take_ended(&self) -> Vec<EndedLoad> {
         std::mem::take(&mut *lock(&self.progress.ended))
     }
@@ -292,19 +298,19 @@ impl RankCopies {
                 Ok(CopierOrder::Watch(load)) => followed.push(*load),
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) if followed.is_empty() => return,
-                // The session is over, and a stream may still be parked.
+                // The session is over, and a stream may still be waiting.
                 Err(RecvTimeoutError::Disconnected) => std::thread::sleep(POLL),
             }
             self.follow_all(&mut followed);
         }
     }
 
-    /// Looks at every load once, those first that the engine's stream waits for.
+    /// Looks at every load once, first at loads with a waiting stream.
     fn follow_all(&self, followed: &mut Vec<WatchedLoad>) {
         let mut copied = false;
         for sync in [true, false] {
             let over = |load: &mut WatchedLoad| {
-                // One copy at a time where no stream waits for it, and none beside one that is waited for.
+                // One copy at a time for loads without a waiting stream, and none beside a load with one.
                 if load.sync != sync || (copied && !sync) {
                     return false;
                 }
@@ -317,13 +323,13 @@ impl RankCopies {
                 self.stream_waits().retain(|stream_waits| stream_waits.op != ended.job.plan.op);
                 self.progress.watched_bytes.fetch_sub(self.plan_bytes(&ended.job.plan), Ordering::Relaxed);
                 drop(ended.job);
-                // SYNC POINT(watched): release; the link of the load is let go of before.
+                // SYNC POINT(watched): release; the load's link is dropped before.
                 self.progress.watched.fetch_sub(1, Ordering::Release);
             }
         }
     }
 
-    /// Does what is to be done for a load; whether it is over.
+    /// Takes the next step of a load. Returns true if the load is over.
     fn follow(&self, load: &mut WatchedLoad) -> bool {
         if load.fetch.is_some() {
             return self.advance(load);
@@ -336,7 +342,8 @@ impl RankCopies {
             WatchVerdict::Wait => false,
             WatchVerdict::Whole => {
                 self.count_sidecar(&load.job.plan);
-                // Where the sidecar said so in the other word, the stream is still to be told.
+                // The sidecar may have reported the end only in the load's outcome: the stream's word is
+                // still to be set.
                 self.conclude(load, Vec::new());
                 true
             }
@@ -349,7 +356,8 @@ impl RankCopies {
                 false
             }
             WatchVerdict::Copy => {
-                // The engine's stream waits for these bytes, and its session knows already that they count for nothing.
+                // The engine's stream waits for these bytes, and its session has already counted them as
+                // failed.
                 load.job.refused &= !load.sync;
                 load.fetch = Some(self.begin_fetch(&load.job));
                 self.advance(load)
@@ -360,7 +368,7 @@ impl RankCopies {
         }
     }
 
-    /// Goes on with this process' copies of a load; whether it is over.
+    /// Continues this process' copies of a load. Returns true if the load is over.
     fn advance(&self, load: &mut WatchedLoad) -> bool {
         let mut fetch = load.fetch.take().expect("the caller saw it");
         let (op, sync, link) = (load.job.plan.op, load.sync, load.job.link.clone());
@@ -376,7 +384,8 @@ impl RankCopies {
         true
     }
 
-    /// Tells whoever waits for a load: the engine's stream, which must not go on without every block, or the session.
+    /// Ends the wait for a load: the wait of the engine's stream, which must not go on without every block,
+    /// or that of the session.
     fn conclude(&self, load: &WatchedLoad, failed: Vec<u32>) {
         let (op, lost) = (load.job.plan.op, failed.len());
         if !load.sync {
@@ -417,7 +426,7 @@ impl WatchedLoad {
     }
 }
 
-/// The next order; only an idle thread waits for one without end.
+/// Returns the next order. The wait has a time limit unless the thread follows no load.
 fn next_order(
     orders: &Receiver<CopierOrder>,
     followed: &[WatchedLoad],
@@ -429,7 +438,7 @@ fn next_order(
     }
 }
 
-/// A watchdog that panics leaves streams parked for ever: the process ends instead.
+/// Ends the process when the watchdog panics: streams would otherwise wait for ever.
 struct EndsProcess;
 
 impl Drop for EndsProcess {
@@ -440,7 +449,7 @@ impl Drop for EndsProcess {
     }
 }
 
-/// Ends the process, loudly: what it would compute from here on would be wrong, or never come.
+/// Ends the process with a message: its further results would be wrong, or would never come.
 fn end_process(text: &str) -> ! {
     eprintln!(
         "pillion: FATAL: {text}. This worker ends now, so that it does not compute on wrong KV: restart it."

@@ -1,4 +1,4 @@
-//! A rank whose KV memory is a GPU's: what is shown of it, and what is enqueued on the engine's stream.
+//! A rank with KV memory on a GPU: the export of this memory, and the work enqueued on the engine's stream.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -13,31 +13,33 @@ use crate::core::worker::watch::SETTLE;
 use crate::error::{ShimError, refuse_argument};
 use crate::stream::{EngineStream, Probe};
 
-/// Streams tried for rescue copies: with CUDA's default of 8 hardware queues, 9 of 39 stood behind a parked stream.
+/// Streams tried for rescue copies: with CUDA's default of 8 hardware queues, 9 of 39 stood behind a waiting
+/// stream.
 const RESCUE_STREAMS: usize = 8;
-/// Bytes of a batch where this process makes every load: 0.6 ms on the wire, 1 to 3 ms to read from the pool; two of them
-/// are locked memory.
+/// Bytes of a batch if this process makes every load: 0.6 ms on the wire, 1 to 3 ms to read from the pool;
+/// two batches are locked memory.
 const BATCH_BYTES: u64 = 32 << 20;
-/// Streams of the engine whose progress is followed: its own and some for overlapped batches. With more, memory of earlier
-/// connections is never freed.
+/// Streams of the engine whose progress is followed: its own stream and some for overlapped batches. With
+/// more, memory of earlier connections is never freed.
 const STREAMS_MAX: usize = 8;
 
 /// The session's view of the engine's stream.
 #[derive(Debug)]
 pub(super) struct StreamDevice {
     gpu: Arc<Gpu>,
-    /// Cuts that a load is delivered in.
+    /// Number of cuts of a load.
     cuts: usize,
-    /// Loads that the engine's stream waits for in the step begun last.
+    /// Loads of the last step begun for which the engine's stream waits.
     loads: Vec<StepLoad>,
-    /// Connections that ended, kept for what is enqueued and names their words.
+    /// Connections that ended, kept because enqueued work names their words.
     retired: Vec<Retired>,
-    /// Every stream that used words so far.
+    /// Every stream with uses of words so far.
     streams: Vec<UsedStream>,
     waits: u64,
 }
 
-/// A stream, which may be destroyed by now, and a mark behind the last use of words on it. The handle is compared, never used.
+/// A stream, and a mark behind the last use of words on it. The stream may be destroyed by now: its handle is
+/// compared, never used.
 #[derive(Debug)]
 struct UsedStream {
     handle: u64,
@@ -48,7 +50,7 @@ struct UsedStream {
 struct StepLoad {
     op: u64,
     link: Arc<Link>,
-    /// Cuts that the stream waits for already.
+    /// Cuts with a wait already enqueued.
     waited: usize,
 }
 
@@ -56,16 +58,17 @@ struct StepLoad {
 struct Retired {
     link: Arc<Link>,
     since: Instant,
-    /// Behind the last use of its words, one on each stream; taken once nothing can use them any more.
+    /// Marks behind the last use of its words, one on each stream; set once no new use can follow.
     passed: Option<Vec<Arc<StreamEvent>>>,
 }
 
 // === impl StreamDevice ===
 
 impl StreamDevice {
-    /// Makes what this process' own copies need, for memory whose storages begin at `pointers`. Unless only this process
-    /// copies (`alone`), exports the allocations around them and rewrites the regions to count from their bases. The context
-    /// of the GPU is the calling thread's, `stream` the engine's.
+    /// Opens this process' own access to memory whose storages begin at `pointers`. Unless only this process
+    /// copies (`alone`), exports the allocations around them and rewrites the regions to count from the
+    /// allocations' bases. The calling thread must have the GPU's context; `stream` is a stream of the
+    /// engine.
     pub(super) fn new(
         worker: &mut handshake::WorkerHello,
         pointers: &[u64],
@@ -97,7 +100,7 @@ impl StreamDevice {
         self.waits
     }
 
-    /// Sync loads of the step whose last cut nobody waits for yet.
+    /// Number of sync loads of the step whose last cut has no wait yet.
     pub(super) fn loading(&self) -> usize {
         self.loads.iter().filter(|load| load.waited < self.cuts).count()
     }
@@ -119,11 +122,11 @@ impl StreamDevice {
         self.note_use(stream)
     }
 
-    /// Words were used on this stream just now.
+    /// Notes a use of words on this stream just now.
     fn note_use(&mut self, stream: &EngineStream) -> Result<(), CudaError> {
         let known = self.streams.len();
         match self.streams.iter_mut().find(|used| used.handle == stream.handle()) {
-            // A mark that somebody looks at stays where it is.
+            // A mark kept by an ended connection stays in its place.
             Some(used) if Arc::strong_count(&used.last) > 1 => used.last = Arc::new(stream.record()?),
             Some(used) => stream.mark(&used.last)?,
             None if known <= STREAMS_MAX => {
@@ -134,7 +137,7 @@ impl StreamDevice {
         Ok(())
     }
 
-    /// A step begins: the waits of the last one were enqueued.
+    /// Says that a step begins: all waits of the last step were enqueued.
     pub(super) fn begin_step(&mut self, copies: &RankCopies) {
         self.loads.clear();
         if copies.is_unwatched() {
@@ -143,7 +146,8 @@ impl StreamDevice {
         }
     }
 
-    /// A sync load that the engine's stream is to wait for: all of it now, unless the layers ask for their cuts.
+    /// Adds a sync load. Makes the stream wait for all of it now; with `by_cuts` the layers enqueue the
+    /// waits.
     pub(super) fn expect(
         &mut self,
         link: &Arc<Link>,
@@ -151,7 +155,7 @@ impl StreamDevice {
         stream: &EngineStream,
         by_cuts: bool,
     ) -> Result<(), CudaError> {
-        // The words of an ended connection are used once more: earlier marks say nothing of that.
+        // The words of an ended connection are used once more: earlier marks do not cover this use.
         let ended = self.retired.iter_mut().find(|retired| Arc::ptr_eq(&retired.link, link));
         ended.into_iter().for_each(|retired| retired.passed = None);
         self.loads.push(StepLoad { op, link: Arc::clone(link), waited: 0 });
@@ -174,14 +178,14 @@ impl StreamDevice {
         self.retired.push(Retired { link, since: clock::read_clock(), passed: None });
     }
 
-    /// The ended connection to the sidecar of that epoch, while its stream may still write.
+    /// Returns the ended connection to the sidecar of this epoch, while the sidecar's stream may still write.
     pub(super) fn retired_link(&self, epoch: u64) -> Option<Arc<Link>> {
         let retired = self.retired.iter().find(|retired| retired.link.connection.welcome.epoch == epoch);
         retired.map(|retired| Arc::clone(&retired.link))
     }
 
-    /// Frees the words that no stream can reach any more, the sidecar's included. Called while no load is in progress, since
-    /// unlocking memory waits for a parked stream.
+    /// Frees the words out of reach of all streams, those of the sidecar included. Called while no load is in
+    /// progress, since unlocking memory waits for a waiting stream.
     fn free_retired(&mut self) {
         if self.streams.len() > STREAMS_MAX {
             return;
@@ -201,7 +205,8 @@ impl StreamDevice {
 // === impl Retired ===
 
 impl Retired {
-    /// Whether neither side's streams use it. A sidecar that lives ended its copies within a second of the hang-up.
+    /// True if no stream of either side uses it. A live sidecar has ended its copies within a second of the
+    /// hang-up.
     fn is_over(&self) -> bool {
         let silent = self.link.connection.sidecar_is_gone() || clock::read_clock() - self.since > SETTLE;
         let passed = |marks: &Vec<Arc<StreamEvent>>| marks.iter().all(|mark| mark.passed() == Ok(true));
@@ -209,7 +214,7 @@ impl Retired {
     }
 }
 
-/// Exports the allocations around `pointers` and says so in `worker`; where they begin.
+/// Exports the allocations around `pointers` and lists them in `worker`. Returns their base addresses.
 fn show(
     gpu: &Gpu,
     worker: &mut handshake::WorkerHello,
@@ -229,7 +234,7 @@ fn show(
     Ok(allocations.iter().map(|allocation| allocation.base).collect())
 }
 
-/// Points every region at the allocation it lies in, each listed once, and checks that it lies inside.
+/// Points every region at its allocation, each listed once, and checks that it ends inside.
 fn place_regions(
     worker: &mut handshake::WorkerHello,
     pointers: &[u64],
@@ -255,8 +260,8 @@ fn place_regions(
     Ok(allocations)
 }
 
-/// The engine's own way into its memory, on a stream that was seen to copy while the engine's one waits with copies behind.
-/// The block used for that is the last one: nobody has written any yet.
+/// Opens this process' own access to its memory, on a stream that passed the probe: it copies while the
+/// engine's stream waits with copies behind. The probe uses the last block, which no one has written yet.
 fn own_memory(
     gpu: &Arc<Gpu>,
     bases: &[u64],
@@ -267,7 +272,7 @@ fn own_memory(
     let (block, first) = (worker.blocks - 1, worker.regions[0]);
     let run = (bases[first.fd as usize] + first.offset + u64::from(block) * first.stride, first.bytes);
     let engine = EngineStream::borrow(gpu, stream);
-    // Kept until the end: a stream that was freed would lend its hardware queue to the next one.
+    // Kept until the end: a freed stream would lend its hardware queue to the next one.
     let mut tried = Vec::new();
     let mut probe = None;
     for _ in 0..RESCUE_STREAMS {

@@ -1,4 +1,4 @@
-//! The core's session over this process' connections, and what a GPU's streams reach of one.
+//! The core's session over this process' connections, and a connection's words for a GPU's streams.
 
 use std::ops::Deref;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use crate::stream::SessionWords;
 
 use crate::core::worker::watch::SETTLE;
 
-/// Time between two looks meanwhile.
+/// Time between two looks while a load settles.
 const SETTLE_POLL: Duration = Duration::from_micros(50);
 
 pub(super) type Session = worker::RankSession<RankConnection, Arc<MappedPool>>;
@@ -22,7 +22,7 @@ pub(super) type Link = link::RankLink<RankConnection>;
 pub(super) type Job = load::LoadJob<RankConnection, Arc<MappedPool>>;
 pub(super) type Next = load::NextLoadStep<RankConnection, Arc<MappedPool>>;
 
-/// A connection, and its words as the GPU's streams reach them.
+/// A connection, and its words for the GPU's streams.
 #[derive(Debug)]
 pub(super) struct RankConnection {
     connection: Arc<Connection>,
@@ -32,15 +32,16 @@ pub(super) struct RankConnection {
 // === impl RankConnection ===
 
 impl RankConnection {
-    /// Shows the words to the GPU that holds the rank's memory, if one does.
+    /// Shows the words to the GPU with the rank's memory, if there is one.
     pub(super) fn new(connection: Arc<Connection>, gpu: Option<&Arc<Gpu>>) -> Result<Self, CudaError> {
         let words = gpu.map(|gpu| SessionWords::new(gpu, &connection.memory)).transpose()?;
         Ok(Self { connection, words })
     }
 
-    /// What streams write and wait on; a rank on a GPU has it on every connection.
+    /// The words for streams to write and wait on. Only a rank on a GPU may call this: it has them on every
+    /// connection.
     pub(super) fn words(&self) -> &SessionWords {
-        self.words.as_ref().expect("a rank whose memory is a GPU's")
+        self.words.as_ref().expect("a rank with GPU memory")
     }
 }
 
@@ -52,7 +53,7 @@ impl Deref for RankConnection {
     }
 }
 
-/// Host memory: waits until the sidecar writes no block of a load that was taken back.
+/// Host memory: waits until the sidecar no longer writes blocks of a revoked load.
 pub(super) fn settle_job(job: &Job) {
     let deadline = clock::read_clock() + SETTLE;
     while job.must_settle() && clock::read_clock() < deadline {

@@ -1,4 +1,4 @@
-//! The memory that a rank shows to the sidecar.
+//! A rank's memory, as shown to the sidecar.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 
@@ -15,11 +15,11 @@ use crate::error::{ShimError, refuse_argument};
 pub enum RegionMemory {
     /// Descriptors, open for reading and writing.
     Host(Vec<OwnedFd>),
-    /// Memory of the GPU whose context is the calling thread's.
+    /// Memory of a GPU; the calling thread must have the GPU's context.
     Gpu {
-        /// Where each storage begins; the offsets of its regions count from there.
+        /// Address of each storage; the offsets of its regions count from there.
         pointers: Vec<u64>,
-        /// Where a block is cut into the parts that a load is delivered in; see [`handshake::CudaMemory`].
+        /// Ends of the cuts in which a block is loaded; see [`handshake::CudaMemory`].
         cuts: Vec<u64>,
         /// The engine's stream.
         stream: u64,
@@ -31,15 +31,15 @@ pub enum RegionMemory {
 pub(super) struct OpenedMemory {
     pub(super) memory: EngineMemory,
     pub(super) device: Option<StreamDevice>,
-    /// Where a load's cuts end.
+    /// Ends of a load's cuts.
     pub(super) cuts: Vec<u64>,
-    /// Where the sidecar does not reach the memory.
+    /// The staging segment, if the sidecar does not reach the memory.
     pub(super) staging: Option<Staging>,
-    /// What is sent to the sidecar.
+    /// Descriptors for the sidecar.
     pub(super) descriptors: Vec<OwnedFd>,
 }
 
-/// Makes a rank's memory ready, and says in `worker` what is shown of it.
+/// Opens a rank's memory for copies, and describes in `worker` the part shown to the sidecar.
 pub(super) fn open_memory(
     worker: &mut handshake::WorkerHello,
     memory: RegionMemory,
@@ -54,7 +54,7 @@ pub(super) fn open_memory(
             OpenedMemory { memory, device: None, cuts, staging: None, descriptors: sent }
         }
         RegionMemory::Gpu { pointers, cuts, stream } => {
-            // Where saves are staged no cuts are sent, and loads are copied by them all the same.
+            // With staged saves no cuts are sent, but loads are still copied by them.
             worker.check_cuts(&cuts)?;
             let (device, memory) = StreamDevice::new(worker, &pointers, cuts.clone(), stream, staged)?;
             let memory = EngineMemory::Cuda(memory);
@@ -70,7 +70,7 @@ pub(super) fn open_memory(
     Ok(opened)
 }
 
-/// What is sent to the sidecar: where the engine copies, a descriptor that cannot be written through.
+/// Returns a descriptor for the sidecar: read-only if the engine copies.
 fn export(descriptor: &impl AsRawFd, copier: Copier) -> Result<OwnedFd, ShimError> {
     let mode = match copier {
         Copier::Engine => OFlags::RDONLY,
@@ -84,7 +84,7 @@ fn export(descriptor: &impl AsRawFd, copier: Copier) -> Result<OwnedFd, ShimErro
 // === impl RegionMemory ===
 
 impl RegionMemory {
-    /// Memories that regions may name.
+    /// Number of memories for regions to name.
     pub(super) fn memory_count(&self) -> usize {
         match self {
             Self::Host(descriptors) => descriptors.len(),
@@ -92,7 +92,8 @@ impl RegionMemory {
         }
     }
 
-    /// Host memory behind a caller's descriptors, which stay the caller's, or a GPU's: not both.
+    /// Host memory behind descriptors, which the caller keeps, or memory of a GPU. Fails for both, and for
+    /// neither.
     pub fn new(
         descriptors: &[i32],
         pointers: Vec<u64>,

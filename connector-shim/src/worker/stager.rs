@@ -1,7 +1,7 @@
-//! The thread that copies blocks into the staging segment when the sidecar asks for them.
+//! The thread for copies of blocks into the staging segment, at the sidecar's request.
 //!
-//! It sleeps on the session's futex while nothing is asked, and needs no deadline: whoever asks has one. A request that no
-//! honest sidecar makes ends the connection.
+//! It sleeps on the session's futex while there is no request, and needs no deadline: the sidecar has one. An
+//! invalid request ends the connection.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -20,7 +20,7 @@ use crate::client::describe_breach;
 use crate::core::endpoint::Endpoint;
 use crate::core::notices::{NoticeCause, Notices};
 
-/// How long a sleep may be, after which the thread looks whether the sidecar is still there: a dead one wakes nobody.
+/// The longest sleep before the thread checks that the sidecar is still there: a dead one wakes no one.
 const SLEEP: Duration = Duration::from_millis(100);
 
 #[derive(Debug)]
@@ -30,7 +30,8 @@ struct Stager {
     notices: Arc<Notices>,
 }
 
-/// Starts the thread, which serves one connection after the other. It ends once its sender is dropped and the last one is lost.
+/// Starts the thread, which serves one connection after the other. It ends once its sender is dropped and the
+/// last connection is lost.
 pub(super) fn spawn_stager(
     copies: &Arc<RankCopies>,
     staging: Staging,
@@ -73,7 +74,7 @@ impl Stager {
         }
     }
 
-    /// Requests that wait, each for a slot of its own.
+    /// Takes the waiting requests. Fails if a slot or a block does not exist, or a slot is named twice.
     fn take_requests(&self, requests: &mut Consumer<RegionRing>) -> Result<Vec<StageRequest>, String> {
         requests.ready().map_err(|error| error.to_string())?;
         let mut asked: Vec<StageRequest> = Vec::new();

@@ -1,4 +1,4 @@
-//! A small sidecar for tests: real socket, real session memory, answers only what a test tells it to.
+//! A small sidecar for tests: a real socket, real session memory, and answers only on a test's order.
 
 #![allow(dead_code, reason = "each test binary uses its own part")]
 
@@ -26,9 +26,9 @@ use shm_protocol::session::{Bound, RegionRing, Ring, SessionMemory};
 use shm_protocol::versions::RELEASE;
 use shm_protocol::{PROTOCOL_VERSION, transport, wait};
 
-/// Watchdog only: no test asserts on it.
+/// For the watchdog only: no test asserts on it.
 const WATCHDOG: Duration = Duration::from_secs(20);
-/// The longest that an engine's handshake takes.
+/// The longest handshake of an engine.
 const HANDSHAKE: Duration = Duration::from_secs(1);
 /// Handshakes that a test tries.
 const SESSIONS_MAX: usize = 20;
@@ -47,7 +47,7 @@ pub(crate) fn eventually(what: &str, mut condition: impl FnMut() -> bool) {
     );
 }
 
-/// Tries until an engine and its sidecar have shaken hands: an engine that waits for a core gives up after a second.
+/// Tries until an engine and its sidecar have shaken hands: an engine without a core gives up after a second.
 /// Any other reason for no session is a fault.
 pub(crate) fn session<T>(mut attempt: impl FnMut() -> Result<T, String>) -> T {
     let mut said = Vec::new();
@@ -71,9 +71,9 @@ pub(crate) struct Peer {
     folder: PathBuf,
     pub(crate) epoch: u64,
     pub(crate) lease_ttl_ms: u64,
-    /// The protocol that it speaks.
+    /// The protocol version of this sidecar.
     pub(crate) version: u32,
-    /// Whether it knows the flags of handovers.
+    /// True if it knows the flags of handovers.
     pub(crate) handover: bool,
     pub(crate) tails: bool,
     pub(crate) states: bool,
@@ -110,8 +110,8 @@ impl Peer {
         self.folder.join("pillion.sock")
     }
 
-    /// Serves the next connection whose other side waits for the welcome in the background, with a pool for blocks of
-    /// `block_bytes`.
+    /// Serves the next connection in the background, with a pool for blocks of `block_bytes`. A connection
+    /// that ends before its welcome is skipped.
     pub(crate) fn serve(&self, block_bytes: u64) -> JoinHandle<Served> {
         let listener = self.listen();
         let said = Welcome {
@@ -136,12 +136,12 @@ impl Peer {
             let socket = accept_socket(&listener);
             let (_, _) = transport::receive_record(&socket).unwrap();
             let reply = Reply::Refused { version: PROTOCOL_VERSION, reason };
-            // Who has left already is told nothing.
+            // The engine may have left already: then the record goes nowhere.
             let _ = transport::send_record(&socket, &encode_record(&reply), &[]);
         })
     }
 
-    /// Gives the next connection to `script`, before or after its hello was read.
+    /// Gives the next connection to `script`, before its hello is read.
     pub(crate) fn script(&self, script: impl FnOnce(OwnedFd) + Send + 'static) -> JoinHandle<()> {
         let listener = self.listen();
         std::thread::spawn(move || script(accept_socket(&listener)))
@@ -166,22 +166,22 @@ fn accept_socket(listener: &OwnedFd) -> OwnedFd {
     socket
 }
 
-/// What the ranks of the tests state.
+/// The facts of the tests' ranks.
 pub(crate) fn facts() -> Facts {
     Facts::from([("model".into(), "m".into())])
 }
 
-/// What they are bound to.
+/// The namespace of these facts.
 pub(crate) fn namespace() -> NamespaceDigest {
     namespace::digest_facts(&facts())
 }
 
-/// What a session is told that was bound after its WEIGHTS of that number.
+/// The binding to `namespace` after the WEIGHTS message `weights`.
 pub(crate) fn bound(weights: u64, namespace: NamespaceDigest) -> Bound {
     Bound { weights, live: None, namespace: namespace.words()[0] }
 }
 
-/// What a sidecar with a pool of one segment says.
+/// The welcome of a sidecar with a pool of one segment.
 pub(crate) fn welcome(epoch: u64) -> Welcome {
     Welcome {
         version: PROTOCOL_VERSION,
@@ -199,17 +199,17 @@ pub(crate) fn welcome(epoch: u64) -> Welcome {
     }
 }
 
-/// An eventfd that wakes a sidecar.
+/// An eventfd as the sidecar's doorbell.
 pub(crate) fn doorbell() -> OwnedFd {
     wait::make_eventfd().unwrap()
 }
 
-/// A sidecar's process, which lives as long as this test.
+/// This test's process, in the place of a sidecar's process.
 pub(crate) fn own_process() -> OwnedFd {
     pidfd_open(getpid(), PidfdFlags::empty()).unwrap()
 }
 
-/// The next session; `None` where the other side has left before its welcome.
+/// The next session; `None` if the engine has left before its welcome.
 fn accept(listener: &OwnedFd, said: &Welcome, block_bytes: u64) -> Option<Served> {
     let socket = accept_socket(listener);
     let (record, descriptors) = transport::receive_record(&socket).unwrap();
@@ -253,7 +253,7 @@ impl Served {
         messages
     }
 
-    /// Binds the engine anew.
+    /// Binds the engine again.
     pub(crate) fn bind(&self, weights: u64, namespace: NamespaceDigest) {
         self.memory.store_bound(bound(weights, namespace));
     }
@@ -270,7 +270,7 @@ impl Served {
         self.drain().into_iter().filter(|message| message.kind == kind).collect()
     }
 
-    /// Loads that a rank has ended, each with its status.
+    /// Ended loads of a rank, each with its status.
     pub(crate) fn loaded(&mut self) -> Vec<(u64, u8)> {
         self.drain_kind(Kind::Loaded).iter().map(|message| (message.op, message.flags)).collect()
     }
@@ -298,7 +298,7 @@ impl Served {
         self.memory.region().word64(word).load(Ordering::Acquire)
     }
 
-    /// The newest load that was taken back; 0: none was.
+    /// The newest revoked load; 0: none.
     pub(crate) fn gate(&self) -> u64 {
         (0..OPERATIONS as u64).map(|word| self.memory.region().load_gate(word)).max().expect("many words")
     }
@@ -335,7 +335,7 @@ impl TestPool {
         SlotRef { offset, generation }
     }
 
-    /// Begins another filling of slot `index`, as a sidecar that reuses it does.
+    /// Begins another filling of slot `index`, as a sidecar does when it uses a slot again.
     pub(crate) fn refill(&self, index: u32, generation: u64, bytes: &[u8]) -> SlotRef {
         let slot = self.geometry.place_of(self.geometry.offset(0, index).unwrap()).unwrap().header;
         self.put(slot + pool::slot::STATE, pool::FILLING);
@@ -343,7 +343,7 @@ impl TestPool {
         self.commit(index, generation, bytes)
     }
 
-    /// The filling that slot `index` is in.
+    /// The filling of slot `index`.
     pub(crate) fn generation(&self, index: u32) -> u64 {
         let slot = self.geometry.place_of(self.geometry.offset(0, index).unwrap()).unwrap().header;
         let mut word = [0; 8];
@@ -351,7 +351,7 @@ impl TestPool {
         u64::from_le_bytes(word)
     }
 
-    /// A state that the slot is in from now on.
+    /// Sets the state of slot `index`.
     pub(crate) fn put_state(&self, index: u32, state: u64) {
         let slot = self.geometry.place_of(self.geometry.offset(0, index).unwrap()).unwrap().header;
         self.put(slot + pool::slot::STATE, state);

@@ -81,7 +81,7 @@ pub(crate) fn connected(copy: Copier) -> (Peer, Kv, RankClient, Served) {
     connected_with(copy, |_| ())
 }
 
-/// A worker that is connected to a scripted sidecar, after `change` to the options of [`options`].
+/// A worker with a connection to a scripted sidecar, after `change` to the options of [`options`].
 pub(crate) fn connected_with(
     copy: Copier,
     change: impl Fn(&mut WorkerSetup),
@@ -100,7 +100,8 @@ pub(crate) fn connected_with(
     (peer, kv, worker, served)
 }
 
-/// Why a worker cannot be made. One that gave up its handshake can, and what it says is no reason.
+/// Returns the error of a new worker. A worker whose handshake timed out is made without an error: `Err` has
+/// its notices.
 pub(crate) fn refusal(options: WorkerSetup) -> Result<ShimError, String> {
     match RankClient::new(options) {
         Ok(worker) => Err(format!("{:?}", worker.take_notices())),
@@ -108,7 +109,7 @@ pub(crate) fn refusal(options: WorkerSetup) -> Result<ShimError, String> {
     }
 }
 
-/// Loads that end next, at least `count` of them.
+/// Ended loads, at least `count` of them.
 pub(crate) fn ended(worker: &mut RankClient, count: usize) -> Vec<EndedLoad> {
     let mut ended = Vec::new();
     eventually("end of loads", || {
@@ -118,7 +119,7 @@ pub(crate) fn ended(worker: &mut RankClient, count: usize) -> Vec<EndedLoad> {
     ended
 }
 
-/// What a block of key `seed` holds.
+/// The bytes of a block with key `seed`.
 pub(crate) fn content(seed: u64) -> Vec<u8> {
     (0..BLOCK_BYTES).map(|at| (at.wrapping_mul(31) ^ seed.wrapping_mul(0x9e37_79b9)) as u8).collect()
 }

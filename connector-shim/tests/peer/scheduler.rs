@@ -32,7 +32,7 @@ pub(crate) fn connected(peer: &Peer, block_bytes: u64) -> (SchedulerClient, Serv
     connected_with(peer, block_bytes, |_| ())
 }
 
-/// A scheduler that is connected to a scripted sidecar, after `change` to the configuration of [`options`].
+/// A scheduler with a connection to a scripted sidecar, after `change` to the configuration of [`options`].
 pub(crate) fn connected_with(
     peer: &Peer,
     block_bytes: u64,

@@ -1,26 +1,27 @@
-//! Which blocks an engine has announced to routers, and which changes it announces next.
+//! The blocks that an engine has announced to routers, and the changes to announce next.
 //!
-//! Routers count references: of one block `stored` and `removed` alternate, however often the sidecar announces that block.
+//! Routers count references: for one block `stored` and `removed` alternate, even if the sidecar repeats an
+//! announcement.
 
 use std::collections::HashSet;
 
 use shm_protocol::announcement::{Announcement, Located};
 
-/// Blocks that others were told of at most, some 300 MB here. What exceeds them is not told of.
+/// The most blocks announced to routers, some 300 MB here. Further blocks are not announced.
 const ANNOUNCED_MAX: usize = 1 << 22;
 
-/// A block that can be found there now, or can no longer.
+/// A block that routers can now find at a place, or no longer.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct BlockChange {
-    /// Which block, and where.
+    /// The block, and its place.
     pub located: Located,
-    /// Whether it is there.
+    /// True if the block is there now.
     pub stored: bool,
 }
 
 #[derive(Debug, Default)]
 pub(super) struct Announced {
-    /// How often the sidecar was asked for all blocks; 0: others are told of none.
+    /// How often the sidecar was asked for all blocks; 0: routers get no announcements.
     pub(super) asked: u64,
     announced: HashSet<Located>,
     /// Blocks announced before the sidecar's last `Begin`, and not announced by the sidecar since.
@@ -31,12 +32,12 @@ pub(super) struct Announced {
 // === impl Announced ===
 
 impl Announced {
-    /// Others forget all that they were told of, and are to be told of all blocks.
+    /// Begins again with all blocks, for routers that have forgotten them.
     pub(super) fn again(&mut self) {
         *self = Self { asked: self.asked + 1, ..Self::default() };
     }
 
-    /// The sidecar is gone, and with it every block.
+    /// Removes every block: the sidecar is gone.
     pub(super) fn end_all(&mut self) {
         self.apply_announcement(Announcement::Begin);
         self.apply_announcement(Announcement::End);
@@ -83,7 +84,7 @@ mod tests {
         Located { medium: Source::Memory, group: 0, hash: BlockHash([number; 32]) }
     }
 
-    /// What is told of when the sidecar says this, by the blocks' numbers.
+    /// The changes after these announcements, by the blocks' numbers.
     fn changes_after(announced: &mut Announced, announcements: &[Announcement]) -> Vec<(u8, bool)> {
         announcements.iter().for_each(|announcement| announced.apply_announcement(*announcement));
         let mut changes: Vec<_> =
@@ -100,10 +101,10 @@ mod tests {
         assert_eq!(changes_after(&mut announced, &all), [(1, true), (2, true)]);
         let changes = [Removed(block(2)), Removed(block(2)), Removed(block(9)), Stored(block(3))];
         assert_eq!(changes_after(&mut announced, &changes), [(2, false), (3, true)]);
-        // 1 went and 4 came while nothing was told.
+        // Block 1 went and block 4 came while nothing was announced.
         let anew = [Begin, Stored(block(3)), Stored(block(4)), End];
         assert_eq!(changes_after(&mut announced, &anew), [(1, false), (4, true)]);
-        // Began twice, and told of a removal between.
+        // `Begin` comes twice, with a removal in between.
         let twice = [Begin, Stored(block(3)), Begin, Removed(block(4)), Stored(block(3)), End];
         assert_eq!(changes_after(&mut announced, &twice), [(4, false)]);
         announced.end_all();
@@ -116,7 +117,7 @@ mod tests {
         let mut announced = Announced::default();
         assert_eq!(changes_after(&mut announced, &[Begin, Stored(block(1)), Stored(block(2)), End]).len(), 2);
         announced.again();
-        // The sidecar has not heard of it yet.
+        // The sidecar has not seen the request for all blocks yet.
         assert_eq!(changes_after(&mut announced, &[Removed(block(2)), Stored(block(3))]), [(3, true)]);
         let anew = [Begin, Stored(block(1)), Stored(block(3)), End];
         assert_eq!(changes_after(&mut announced, &anew), [(1, true)]);

@@ -11,24 +11,25 @@ use crate::error::ShimError;
 // === impl EngineSession: handovers ===
 
 impl<C: Deref<Target: Endpoint>> EngineSession<C> {
-    /// Another engine computes the keys of this log, or is about to: its queries are pending until they are here, for as long as the
-    /// sidecar finds that worth it. Of no effect where the sidecar does not know of handovers.
+    /// Says that another engine computes the keys of this log, or is about to: the log's queries are pending
+    /// until its blocks are kept, or until the sidecar's limit. A sidecar without handovers ignores it.
     pub fn await_producer(&mut self, handle: i64) {
         if let Some((_, log)) = self.link.as_mut().and_then(|link| link.logs.get(handle)) {
             log.awaits = true;
         }
     }
 
-    /// Another engine will load the keys of this log: what is saved of it from now on is kept for that. Of no effect where the
-    /// sidecar does not know of handovers.
+    /// Marks this log for another engine, which will load its keys: later saves of this log are kept for it.
+    /// A sidecar without handovers ignores it.
     pub fn hand_over(&mut self, handle: i64) {
         if let Some((_, log)) = self.link.as_mut().and_then(|link| link.logs.get(handle)) {
             log.handover = true;
         }
     }
 
-    /// This engine computes the keys of this log, which was just opened, for another one: who awaits them waits until this log is
-    /// closed, while this engine works. What is saved of it is handed over.
+    /// Promises the keys of this new log, computed by this engine, to another engine. The other engine waits
+    /// for them until this log is closed, while this engine works. Saves of this log are handed over. Fails
+    /// if the log has keys.
     pub fn promise_log(&mut self, handle: i64) -> Result<(), ShimError> {
         let Some((_, log)) = self.link.as_mut().and_then(|link| link.logs.get(handle)) else { return Ok(()) };
         if log.length > 0 {
@@ -42,8 +43,8 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
         Ok(())
     }
 
-    /// Ends a log with the key of a prompt's tail, the tokens behind the last whole block as if they were one. Whether it did: not without
-    /// room, nor where the sidecar does not know tails.
+    /// Ends a log with the key of a prompt's tail: the tokens behind the last whole block, as if they were a
+    /// block. Returns false without room, or if the sidecar does not know tails.
     pub fn append_tail(&mut self, handle: i64, tail: &[u8]) -> Result<bool, ShimError> {
         let tail = BlockHash::from_slice(tail)?;
         let knows = self.connection().is_some_and(|connection| connection.knows_tails());

@@ -1,4 +1,4 @@
-//! All of a scheduler's session that lives and dies with one connection: rings, arenas, logs and unfinished saves.
+//! The part of a scheduler's session that ends with one connection: rings, arenas, logs and unfinished saves.
 
 use std::collections::{BTreeSet, HashMap};
 use std::ops::Deref;
@@ -29,12 +29,12 @@ pub(super) struct PostedQuery {
     pub(super) log: i64,
     pub(super) from: u32,
     pub(super) count: u32,
-    /// Another engine computes what it asks for.
+    /// Another engine computes the keys of the query.
     pub(super) awaits: bool,
-    /// Nobody has asked for its answer yet.
+    /// The engine has not asked for its answer yet.
     pub(super) ahead: bool,
     pub(super) posted: Instant,
-    /// The sidecar's heartbeat, and when it was first seen to be that.
+    /// The sidecar's last heartbeat, and the time of its first sighting.
     pub(super) heartbeat: (u64, Instant),
 }
 
@@ -43,11 +43,11 @@ pub(super) struct PostedQuery {
 pub(super) struct ClosedLog {
     pub(super) number: u32,
     pub(super) chunks: Vec<u32>,
-    /// A number for the way its request's answer ended; 0: not told.
+    /// The code of the end of the request's answer; 0: not known.
     pub(super) way: u32,
 }
 
-/// All that lives and dies with one connection.
+/// The state of one connection.
 #[derive(Debug)]
 pub(super) struct SchedulerLink<C> {
     pub(super) connection: C,
@@ -58,12 +58,12 @@ pub(super) struct SchedulerLink<C> {
     pub(super) block_ids: BlockIds,
     pub(super) logs: LogTable,
     pub(super) saves: Saves,
-    /// Steps of posted saves, until the sidecar was told that one of them, or a later one, was accepted.
+    /// Steps of posted saves, until the acceptance of the step, or of a later one, was posted.
     pub(super) unaccepted: BTreeSet<u64>,
     pub(super) questions: HashMap<u64, PostedQuery>,
-    /// Number of the last WEIGHTS that the sidecar was told.
+    /// Number of the last WEIGHTS message to the sidecar.
     pub(super) weights: u64,
-    /// Since when every answer was that the ranks have not joined.
+    /// Time since which every answer was "the ranks have not joined".
     pub(super) unbound_since: Option<Instant>,
     /// Closed logs whose CLOSE found no room.
     pub(super) unclosed: Vec<ClosedLog>,
@@ -91,11 +91,11 @@ impl<C: Deref<Target: Endpoint>> SchedulerLink<C> {
     }
 
     pub(super) fn heartbeat(&self) -> u64 {
-        // Relaxed: only whether it moves matters.
+        // Relaxed: only a change of the word matters.
         self.connection.memory().region().word64(header::SIDECAR_HEARTBEAT).load(Ordering::Relaxed)
     }
 
-    /// The first 8 bytes of the namespace that the engine is bound to; 0: none.
+    /// The first 8 bytes of the engine's namespace; 0 without a binding for the current weights.
     pub(super) fn namespace(&self) -> u64 {
         let bound = self.connection.memory().load_bound();
         if bound.weights == self.weights { bound.namespace } else { 0 }
@@ -111,7 +111,7 @@ impl<C: Deref<Target: Endpoint>> SchedulerLink<C> {
         self.block_ids.reclaim(acknowledged);
     }
 
-    /// Posts the request that names the position of `blocks`, and lends them to it.
+    /// Posts a request with the position of `blocks`, and lends the blocks to it. Returns false without room.
     pub(super) fn post_with_blocks(
         &mut self,
         blocks: &[u32],
@@ -132,22 +132,22 @@ impl<C: Deref<Target: Endpoint>> SchedulerLink<C> {
         true
     }
 
-    /// Posts a load into `blocks`, one for each of its keys, and says where the keys' slots are.
+    /// Posts a load into `blocks`, one for each of its keys, and returns the plan with the keys' slots.
     pub(super) fn post_load(&mut self, handle: i64, load: Load, blocks: &[u32]) -> Plan {
         let (_, log) = self.logs.get(handle).expect("looked up by the caller");
         let places: Vec<_> = (load.keys.from..load.keys.end()).map(|key| log.key_place(key)).collect();
         let slots = places.into_iter().map(|(chunk, index)| self.connection.memory().read_ref(chunk, index));
         let blocks_and_slots = blocks.iter().copied().zip(slots).collect();
-        // vLLM counts on the answer to the query by now. A sidecar that is gone, or has no room, breaks no promise: the
-        // ranks have its pool mapped, and the slots are leased for a while yet.
+        // vLLM counts on the answer to the query by now. A sidecar that is gone, or has no room, breaks no
+        // promise: the ranks have its pool mapped, and the slots stay leased for a time.
         self.post_with_blocks(blocks, |position| SchedulerRequest::Load(Load { position, ..load }));
         let flags = load.flags.bits() & !LOAD_EARLY;
         let (epoch, namespace) = (self.connection.epoch(), self.namespace());
         Plan { op: load.op, epoch, namespace, flags, blocks: blocks_and_slots }
     }
 
-    /// Tells the sidecar at once that `step` was accepted, if saves of it or of earlier steps wait for that. Without room the next
-    /// accepted step is told.
+    /// Posts the acceptance of `step`, if saves of this or of an earlier step wait for it. Without room, the
+    /// next accepted step is posted instead.
     pub(super) fn accept_step(&mut self, step: u64) {
         if self.unaccepted.first().is_some_and(|first| *first <= step)
             && self.submission.post(SchedulerRequest::Accept { step }).is_some()
@@ -168,15 +168,16 @@ impl<C: Deref<Target: Endpoint>> SchedulerLink<C> {
         std::mem::take(&mut self.unclosed).into_iter().for_each(|closed| self.post_close(closed));
     }
 
-    /// Voids every save so far by the one word that always has room.
+    /// Voids every save below `op` by a word of shared memory, which always has room. Returns the number of
+    /// blocks.
     pub(super) fn void_saves_below(&mut self, op: u64) -> usize {
-        // Release: whoever sees the word sees every message posted before it.
+        // Release: a reader of the word also sees every message posted before it.
         self.connection.memory().region().word64(header::VOID_SAVES_BELOW).store(op, Ordering::Release);
         self.saves.void()
     }
 
-    /// Takes the completions; the last one whose blocks differ from what is kept, or may not be. An error: the sidecar broke the
-    /// ring.
+    /// Takes the completions. Returns the last one with differing or unproven blocks. Fails if the sidecar
+    /// broke the ring.
     pub(super) fn reap_completions(
         &mut self,
         counters: &mut SchedulerCounters,
@@ -206,17 +207,17 @@ impl<C: Deref<Target: Endpoint>> SchedulerLink<C> {
 
     /// Asks for all blocks, for the `number`th time.
     pub(super) fn ask_for_all(&self, number: u64) {
-        // Relaxed: the word stands for nothing but itself.
+        // Relaxed: no other data depends on the word.
         self.connection.memory().region().word64(header::ANNOUNCE).store(number, Ordering::Relaxed);
     }
 
-    /// Shows the engine's rate.
+    /// Publishes the engine's rate of computing prompts.
     pub(super) fn tell_prefill(&self, rate: PrefillRate) {
-        // Relaxed: the word stands for nothing but itself.
+        // Relaxed: no other data depends on the word.
         self.connection.memory().region().word64(header::PREFILL).store(rate.to_word(), Ordering::Relaxed);
     }
 
-    /// Takes the announcements. An error: the sidecar broke the ring.
+    /// Takes the announcements. Fails if the sidecar broke the ring.
     pub(super) fn read_announcements(&mut self, announced: &mut Announced) -> Result<(), String> {
         if self.announcements.ready().map_err(|error| error.to_string())? == 0 {
             return Ok(());
@@ -238,7 +239,7 @@ impl<C: Deref<Target: Endpoint>> SchedulerLink<C> {
     ) -> Result<(), E> {
         let Some((number, log)) = self.logs.get(handle) else { return Ok(()) };
         let (end, fold) = (log.length + count, log.fold);
-        // Two engines that promise what they await would wait for each other.
+        // Two engines that both await and promise the same keys would wait for each other.
         let promised = log.promised
             && !log.awaits
             && self.connection.knows_handover()
@@ -273,20 +274,21 @@ impl<C: Deref<Target: Endpoint>> SchedulerLink<C> {
         Ok(())
     }
 
-    /// Whether `count` more keys fit into the arena and the ring.
+    /// True if `count` more keys fit into the arena and the ring.
     pub(super) fn has_room_for_keys(&mut self, length: u32, count: u32) -> bool {
         let (length, end) = (length as usize, length as usize + count as usize);
         if end > LOG_KEYS {
             return false;
         }
-        // Each time: chunks that the sidecar has let go are written again before others, so that few of the arena's pages are touched.
+        // Reclaims at each append: freed chunks are written again before others, so that few pages of the
+        // arena are touched.
         self.reclaim();
         let chunks = end.div_ceil(CHUNK_KEYS) - length.div_ceil(CHUNK_KEYS);
         let touched = end.div_ceil(CHUNK_KEYS) - length / CHUNK_KEYS;
         chunks <= self.chunks.free() && self.submission.has_room(touched.div_ceil(APPEND_CHUNKS) as u32)
     }
 
-    /// The log of a handle that was looked up a moment ago.
+    /// The log of a handle that the caller has just looked up.
     pub(super) fn log(&mut self, handle: i64) -> &mut RequestLog {
         self.logs.get(handle).expect("looked up by the caller").1
     }

@@ -1,4 +1,4 @@
-//! Queries, and the loads that their leases allow.
+//! Queries, and loads under their leases.
 
 use std::ops::Deref;
 use std::time::{Duration, Instant};
@@ -15,37 +15,37 @@ use crate::core::log_table::LogLease;
 use crate::core::notices::NoticeCause;
 use crate::core::plan::Plan;
 
-/// How long a query of an engine whose ranks have not joined is asked again before it counts as a miss. Ranks join in their
-/// first step after a start, or after the sidecar's restart, and an engine that is told to ask again runs one: a few
-/// milliseconds, and up to some tens where many ranks wait for each other. A rank that stays out delays each connection by
-/// this much, once.
+/// Time for which queries are pending while the ranks have not joined; later queries are misses. Ranks join
+/// in their first step after a start, or after the sidecar's restart, and a pending query makes the engine
+/// run one: a few milliseconds, and up to some tens if many ranks wait for each other. A rank that stays out
+/// delays each connection by this time, once.
 pub const UNBOUND_WAIT: Duration = Duration::from_millis(200);
-/// How long a query may be pending while the sidecar's heartbeat stands still. A sidecar at work looks at its queries every 100 ms; the
-/// rest is for a core to come.
+/// The longest wait of a pending query while the sidecar's heartbeat stands still. A working sidecar looks at
+/// its queries every 100 ms; the rest is a wait for a core.
 const PENDING_MAX: Duration = Duration::from_millis(QUERY_WAIT_MS_MAX as u64 + 1000);
-/// A query is answered so long after its engine's limit.
+/// Time for an answer beyond the engine's own limit.
 const ANSWER_MAX: Duration = Duration::from_secs(1);
-/// How long a query may be pending that awaits another engine, while the sidecar's heartbeat moves: as long as the sidecar waits for
-/// what is promised, and [`PENDING_MAX`] more.
+/// The longest wait for another engine's keys while the sidecar's heartbeat moves: the sidecar's own limit
+/// for promised keys, and [`PENDING_MAX`] more.
 const AWAITING_MAX: Duration = Duration::from_millis(PROMISED_WAIT_MS_MAX as u64).saturating_add(PENDING_MAX);
-/// Parts of a load at most: of the 4,096 operations that may be unanswered, a few long requests take no more than some.
+/// The most parts of a load: a few long requests must leave room among the 4,096 unanswered operations.
 const PARTS_MAX: usize = 64;
-/// Answer of a query that the sidecar will know later.
+/// The answer "not known yet: ask again".
 pub const PENDING: i64 = -1;
 
-/// The first half of a query.
+/// The result of a query's first half.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub enum AskedQuery {
     /// Hits, or [`PENDING`].
     Answered(i64),
-    /// Posted: [`EngineSession::look_for_answer`] for it.
+    /// The operation of a posted query: call [`EngineSession::look_for_answer`] for it.
     Posted(u64),
 }
 
 // === impl EngineSession: queries ===
 
 impl<C: Deref<Target: Endpoint>> EngineSession<C> {
-    /// Asks for the leading hits of keys `start..start + count`: answers what is known, else posts the query.
+    /// Asks for the leading hits of keys `start..start + count`: returns a known answer, or posts the query.
     pub fn ask_query(&mut self, handle: i64, start: u32, count: u32, now: Instant) -> AskedQuery {
         self.counters.queries += 1;
         let Some(link) = &mut self.link else { return AskedQuery::Answered(0) };
@@ -76,8 +76,8 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
         self.post_query(handle, start, count, now).map_or(AskedQuery::Answered(0), AskedQuery::Posted)
     }
 
-    /// Posts what [`EngineSession::ask_query`] will be asked for next, unless its answer is known or on its way: the sidecar looks while other
-    /// questions are put.
+    /// Posts the query of a later [`EngineSession::ask_query`], unless its answer is known or pending: the
+    /// sidecar works on it during other queries.
     pub fn ask_ahead(&mut self, handle: i64, start: u32, count: u32, now: Instant) {
         let Some(link) = &mut self.link else { return };
         let Some((_, log)) = link.logs.get(handle) else { return };
@@ -94,8 +94,8 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
         }
     }
 
-    /// Tells the sidecar that keys `start..start + count` will be asked for, so that it can fetch what a disk keeps of
-    /// them. Nothing is awaited; without room nothing is told.
+    /// Announces a later query of keys `start..start + count` to the sidecar, which then fetches them from
+    /// disk. Does not wait; without room nothing is posted.
     pub fn hint(&mut self, handle: i64, start: u32, count: u32) {
         let Some(link) = &mut self.link else { return };
         let Some((number, log)) = link.logs.get(handle) else { return };
@@ -123,7 +123,7 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
             .stalled
             .is_some_and(|(heartbeat, waited)| heartbeat == link.heartbeat() && waited >= patience);
         if is_stalled || !awaits && self.left.is_zero() {
-            // A sidecar that sleeps would never show its heartbeat.
+            // A sleeping sidecar shows no new heartbeat: wake it.
             link.connection.ring();
             self.counters.queries_not_asked += 1;
             return None;
@@ -150,9 +150,9 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
         Some(op)
     }
 
-    /// Looks for the answer of a query that has been waited for since `began`. The sidecar's end and that of the step's
-    /// budget are a miss. A query that awaits another engine is not waited for but pending: a miss would cost its whole
-    /// prompt. `None`: not answered yet.
+    /// Looks for the answer of query `op`, awaited since `began`. The end of the sidecar, or of the step's
+    /// budget, is a miss. A query for another engine's keys is pending instead of awaited: a miss would cost
+    /// its whole prompt. `None`: not answered yet.
     pub fn look_for_answer(&mut self, op: u64, began: Instant, now: Instant) -> Option<i64> {
         let left = self.left.saturating_sub(now - began);
         if let Some(hits) = self.take_answer(op, now) {
@@ -175,17 +175,17 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
         None
     }
 
-    /// The operation of the log's query that is asked again.
+    /// The operation of the log's pending query.
     pub fn pending(&mut self, handle: i64) -> Option<u64> {
         self.link.as_mut()?.logs.get(handle)?.1.pending
     }
 
-    /// How long all queries of this step together may still be waited for.
+    /// The time left in this step for all waits of queries together.
     pub fn budget_left(&self) -> Duration {
         self.left
     }
 
-    /// A query was waited for that long.
+    /// Takes the wait of a query off the step's budget.
     pub fn spend(&mut self, spent: Duration) {
         self.left = self.left.saturating_sub(spent);
     }
@@ -206,13 +206,14 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
         if let Some(question) = link.questions.remove(&op)
             && let Some((number, _)) = link.logs.get(question.log)
         {
-            // The late answer would hold blocks under a lease that nobody uses.
+            // A late answer would hold blocks under an unused lease.
             link.submission.post(SchedulerRequest::Release { log: number });
             link.flush();
         }
     }
 
-    /// Takes the answer of query `op`, if it is there, into its log. A query that is not known (any more) is a miss.
+    /// Moves the answer of query `op`, if there is one, into its log. A query that is not known (any more) is
+    /// a miss.
     pub fn take_answer(&mut self, op: u64, now: Instant) -> Option<i64> {
         let Some(link) = &mut self.link else { return Some(0) };
         let Some(question) = link.questions.get(&op).copied() else { return Some(0) };
@@ -220,7 +221,7 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
         let is_unbound = outcome.status == Status::NotReady;
         link.unbound_since = is_unbound.then(|| link.unbound_since.unwrap_or(now));
         if link.unbound_since.is_some_and(|since| now - since < UNBOUND_WAIT) {
-            // The word will not change: whoever asks again posts another query.
+            // The word will not change: the next call posts another query.
             link.questions.remove(&op);
             return Some(PENDING);
         }
@@ -233,7 +234,8 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
         Some(hits.into())
     }
 
-    /// The request of query `op` is to ask again later, unless it has waited for longer than any sidecar takes: a miss.
+    /// Makes query `op` pending. Returns [`PENDING`], or a miss if it has waited longer than any sidecar
+    /// takes.
     fn pend(&mut self, op: u64, now: Instant) -> i64 {
         let load_wait = Duration::from_millis(self.config.load_wait.most_ms.into());
         let Some(link) = &mut self.link else { return 0 };
@@ -287,13 +289,15 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
         hits
     }
 
-    /// Whether blocks of the log's last answer were still on their way: they are not to be loaded synchronously.
+    /// True if blocks of the log's last answer were still on their way: they must not be loaded
+    /// synchronously.
     pub fn arriving(&mut self, handle: i64) -> bool {
         let log = self.link.as_mut().and_then(|link| link.logs.get(handle));
         log.and_then(|(_, log)| log.lease).is_some_and(|lease| lease.arriving)
     }
 
-    /// How many blocks of hits `start..start + count` each of [`Source::ALL`] has given; none where the log has no lease of them.
+    /// The number of blocks among hits `start..start + count` from each of [`Source::ALL`]; zeros if the log
+    /// has no lease of them.
     pub fn sources(&mut self, handle: i64, start: u32, count: u32) -> [u32; Source::ALL.len()] {
         let mut blocks = [0; Source::ALL.len()];
         let Some(link) = &mut self.link else { return blocks };
@@ -307,12 +311,12 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
         blocks
     }
 
-    /// Whether the log's lease is too old to be relied on, so that [`EngineSession::renew`] is due before a load.
+    /// True if the log's lease is too old to be relied on: call [`EngineSession::renew`] before a load.
     pub fn must_renew(&mut self, handle: i64, now: Instant) -> bool {
         self.old_lease(handle, now).is_some()
     }
 
-    /// Asks again for what an old lease was granted for.
+    /// Asks again for the keys of an old lease. Returns the operation, if a query was posted.
     pub fn renew(&mut self, handle: i64, now: Instant) -> Option<u64> {
         let lease = self.old_lease(handle, now)?;
         let asked = if self.config.last { 1 } else { lease.asked };
@@ -329,9 +333,9 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
         link.logs.get(handle)?.1.lease.filter(|lease| lease.is_old(ttl, now))
     }
 
-    /// Posts the load of keys `start..` into `blocks` and returns its plan, also where the sidecar died since the query. Blocks
-    /// that are on their way are loaded in parts, each with a plan of its own, which end as soon as their blocks are there.
-    /// Empty where no lease covers them: then nothing may be loaded.
+    /// Posts the load of keys `start..` into `blocks` and returns its plan, even if the sidecar has died
+    /// since the query. Blocks on their way are loaded in parts, each with its own plan; a part ends as soon
+    /// as its blocks are there. Empty if no lease covers the keys: the engine must not load them.
     pub fn post_load(&mut self, handle: i64, start: u32, blocks: &[u32], step: u64, sync: bool) -> Vec<Plan> {
         let Some(lease) = self.lease_over(handle, start, blocks.len(), sync) else {
             self.counters.loads_without_lease += 1;
@@ -358,7 +362,7 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
             self.next_op += 1;
         }
         if lease.arriving {
-            // No load has ended it.
+            // A load in parts does not end the lease.
             self.release_lease(handle);
         }
         let link = self.link.as_mut().expect("it had the lease");
@@ -369,8 +373,9 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
         plans
     }
 
-    /// The log's lease, if it is one for `count` keys from `start` on. A synchronous load is of this very step's answer, which
-    /// had half a lease's life left; a renewal that fails would leave a step without blocks that it counts on.
+    /// The log's lease, if it covers `count` keys from `start` on. A synchronous load belongs to this step's
+    /// answer, which has had half a lease's life left; after a failed renewal the step would lack blocks that
+    /// it counts on.
     fn lease_over(&mut self, handle: i64, start: u32, count: usize, sync: bool) -> Option<LogLease> {
         let lease =
             self.link.as_mut()?.logs.get(handle)?.1.lease.filter(|lease| !(sync && lease.arriving))?;

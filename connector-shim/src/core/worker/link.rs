@@ -14,14 +14,14 @@ use shm_protocol::request::{LoadEnd, WorkerRequest};
 use crate::core::endpoint::Endpoint;
 use crate::core::submission::Submission;
 
-/// Ends of loads that wait for room in the ring: as many as there are operations. A sidecar that lets more pile up reads
-/// nothing, and is left.
+/// The most ends of loads that wait for room in the ring: one for each operation. With more, the sidecar does
+/// not read its ring, and the rank hangs up.
 const UNREPORTED_MAX: usize = OPERATIONS;
 
-/// A connection as the calling thread and the copier share it.
+/// A connection, shared by the calling thread and the copier.
 #[derive(Debug)]
 pub struct RankLink<C> {
-    /// This process' end, which both threads use.
+    /// This process' end, used by both threads.
     pub connection: C,
     out: Mutex<Outbox>,
 }
@@ -29,12 +29,12 @@ pub struct RankLink<C> {
 #[derive(Debug)]
 struct Outbox {
     submission: Submission,
-    /// Ends of loads that found no room in the ring, in their order. The sidecar keeps a load's slots until its end is
-    /// posted, so they are posted as soon as the ring has room.
+    /// Ends of loads without room in the ring, in their order. The sidecar keeps a load's slots until it
+    /// reads the end, so the ends are posted as soon as the ring has room.
     unreported: VecDeque<WorkerRequest>,
 }
 
-/// The sidecar's stream's two counts.
+/// The two counters of the sidecar's stream.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(crate) struct Batches {
     pub(crate) began: u64,
@@ -58,7 +58,7 @@ impl<C: Deref<Target: Endpoint>> RankLink<C> {
         self.out.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Posts a request; false without room.
+    /// Posts a request. Returns false without room.
     pub fn post(&self, request: WorkerRequest) -> bool {
         let mut out = self.out();
         let posted = out.submission.post(request).is_some();
@@ -88,12 +88,12 @@ impl<C: Deref<Target: Endpoint>> RankLink<C> {
         out.post_unreported(&*self.connection);
     }
 
-    /// Posts what found no room before.
+    /// Posts ends of loads that found no room before.
     pub(super) fn retry(&self) {
         self.out().post_unreported(&*self.connection);
     }
 
-    /// Whether the sidecar was told the end of every load that ended.
+    /// True if the end of every ended load was posted.
     pub fn is_reported(&self) -> bool {
         self.out().unreported.is_empty()
     }
@@ -109,8 +109,8 @@ impl<C: Deref<Target: Endpoint>> RankLink<C> {
         gate::close_gate(self.region(), op);
     }
 
-    /// Host memory, after the gate was closed: whether the sidecar writes no block any more. A hang-up says so too: its end of
-    /// the socket is closed after its last copy.
+    /// Host memory, after the gate was closed: true if the sidecar writes no block any more. A hang-up is
+    /// such a sign too: the sidecar closes its socket after its last copy.
     pub fn is_settled(&self) -> bool {
         gate::is_settled(self.region()) || self.connection.is_lost()
     }
@@ -128,14 +128,14 @@ impl<C: Deref<Target: Endpoint>> RankLink<C> {
         Batches { began: load(header::FENCE_STARTED), ended }
     }
 
-    /// Cuts of load `op` that have arrived.
+    /// Number of cuts of load `op` that have arrived.
     pub(crate) fn delivered(&self, op: u64) -> u64 {
         // SYNC POINT(load word): acquire pairs with the store of the sidecar's stream.
         let word = self.region().word64(load_word(op)).load(Ordering::Acquire);
         word.wrapping_sub(load_word_value(op, 0)).cast_signed().max(0).cast_unsigned()
     }
 
-    /// Lets the engine's stream pass its waits for load `op`, every block of which is there.
+    /// Lets the engine's stream pass its waits for load `op`: the first `cuts` cuts are there.
     pub(crate) fn deliver(&self, op: u64, cuts: usize) {
         // SYNC POINT(load word): release pairs with the engine's stream. Operations rise, so the largest value is the last.
         self.region().word64(load_word(op)).fetch_max(load_word_value(op, cuts), Ordering::Release);
@@ -145,7 +145,7 @@ impl<C: Deref<Target: Endpoint>> RankLink<C> {
 // === impl Outbox ===
 
 impl Outbox {
-    /// Posts from the front as many as find room.
+    /// Posts as many ends as the ring has room for, from the front.
     fn post_unreported(&mut self, connection: &(impl Endpoint + ?Sized)) {
         while let Some(request) = self.unreported.front() {
             if self.submission.post(*request).is_none() {

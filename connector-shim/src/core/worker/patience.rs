@@ -1,5 +1,5 @@
-//! How long a load is left to the sidecar: as long as something of its rank moves, and until its bytes and those ahead of it
-//! should be there. A load behind a backlog is not late. Pure.
+//! The time for which a load is left to the sidecar: as long as a load of its rank moves, and until its bytes
+//! and those ahead of it should be there. A load behind a backlog is not late. Pure.
 
 use std::time::{Duration, Instant};
 
@@ -7,56 +7,58 @@ use shm_protocol::layout::QUERY_WAIT_MS_MAX;
 
 use crate::core::plan::Plan;
 
-/// How long a copy by the sidecar is waited for without progress before the engine copies itself: a hundred times what the
-/// largest load takes, and short enough for a request that waits.
+/// Longest wait for a sidecar's copy without progress, before the engine copies the blocks itself: a hundred
+/// times the longest load, and short enough for a waiting request.
 pub const LOAD_DEADLINE: Duration = Duration::from_secs(2);
-/// Nanoseconds that a byte takes at most once its load has begun: 1 GB/s, a fortieth of a GPU's link.
+/// Nanoseconds for a byte at most, once its load has begun: 1 GB/s, a fortieth of a GPU's link.
 const BYTE_NS_MAX: u64 = 1;
 
-/// How long a load may not have begun, beyond the time of its bytes and those ahead of it: on host memory nothing tells when
-/// it has, and others' loads are ahead of it too.
+/// Longest wait for the begin of a load, beyond the time for its bytes and those ahead of it. On host memory
+/// the begin cannot be seen, and other loads are ahead of it too.
 const BEGINS_MAX: Duration = LOAD_DEADLINE.saturating_mul(4);
 
-/// How long one load may still take, from what was seen of it.
+/// The time limits of one load, and its progress so far.
 #[derive(Clone, Debug)]
 pub(crate) struct CopyPatience {
-    /// How long it may stand still.
+    /// Longest time without progress.
     still: Duration,
-    /// How long it may take from its own first cut on, whatever else of its rank moves.
+    /// Longest time from its own first cut on, even if other loads of its rank move.
     whole: Duration,
-    /// The last progress that was seen, and when it was new.
+    /// The last progress seen, and the time of its first sighting.
     last: Option<(LoadProgress, Instant)>,
-    /// When it was looked at first.
+    /// The time of the first look.
     since: Option<Instant>,
     begun: Option<Instant>,
 }
 
-/// What a sidecar has brought. The numbers count nothing: a load moves when they change, and has begun when `cuts` is not 0.
+/// The progress of a sidecar. Only changes of the numbers matter: a load moves when they change, and has
+/// begun when `cuts` is not 0.
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
 pub(crate) struct LoadProgress {
-    /// Batches of this rank's loads that ended; blocks on host memory.
+    /// Ended batches of this rank's loads; on host memory, blocks.
     pub(crate) ended: u64,
-    /// Cuts of this load that are there.
+    /// Number of cuts of this load that are there.
     pub(crate) cuts: u64,
 }
 
 // === impl CopyPatience ===
 
 impl CopyPatience {
-    /// With a load that has so many bytes in it and ahead of it. Its blocks may be on their way for as long as a query may wait.
+    /// The limits of a planned load with `bytes` in it and ahead of it. Blocks still on their way have the
+    /// time of the longest query's wait.
     pub(crate) fn of_plan(plan: &Plan, bytes: u64) -> Self {
         let arrival = Duration::from_millis(u64::from(QUERY_WAIT_MS_MAX));
         Self::new(if plan.arriving() { arrival } else { Duration::ZERO }, bytes)
     }
 
-    /// With a load that the sidecar begins within `begins`, which has `bytes` in it and ahead of it.
+    /// The limits of a load that the sidecar begins within `begins`; `bytes` are in it and ahead of it.
     pub(crate) fn new(begins: Duration, bytes: u64) -> Self {
         let still = begins + LOAD_DEADLINE;
         let whole = LOAD_DEADLINE + Duration::from_nanos(bytes.saturating_mul(BYTE_NS_MAX));
         Self { still, whole, last: None, since: None, begun: None }
     }
 
-    /// Whether it is over, now that so much is there. It begins with the first look.
+    /// Returns true if the time is over, at this progress. The first call starts the clock.
     pub(crate) fn is_over(&mut self, progress: LoadProgress, now: Instant) -> bool {
         if self.last.is_none_or(|(last, _)| last != progress) {
             self.last = Some((progress, now));

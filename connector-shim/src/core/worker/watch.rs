@@ -1,8 +1,8 @@
-//! How long a load into GPU memory is left to the sidecar, and what is done then. Pure: what was seen comes in, what is to
-//! be done goes out.
+//! How long a load into GPU memory is left to the sidecar, and the action afterwards. Pure: observations come
+//! in, actions go out.
 //!
-//! The engine's stream may be parked on the load's word meanwhile. It goes on once every byte is there, whoever brought
-//! it, and never before.
+//! The engine's stream may wait for the load's word meanwhile. It goes on once every byte is there, from
+//! either process, and never before.
 
 use std::time::{Duration, Instant};
 
@@ -11,22 +11,23 @@ use shm_protocol::gate::DEVICE_LATENCY;
 use super::link::Batches;
 use super::patience::{CopyPatience, LoadProgress};
 
-/// How long the end of a copy by the sidecar is waited for once the gate is closed. A copy takes less than a
-/// millisecond, but a runnable thread was seen to wait 3 s for a busy core. On host memory, a sidecar frozen half-way
-/// through a block is given up after it: `pillion.copy=sidecar` has no better guarantee there. On a GPU, where a batch that
-/// began ends by itself, the GPU or the sidecar's words are broken then, and the process ends.
+/// Longest wait for the end of a sidecar's copy once the gate is closed. A copy takes less than a
+/// millisecond, but a runnable thread was seen to wait 3 s for a busy core. On host memory, a sidecar frozen
+/// within a block is given up after this time: `pillion.copy=sidecar` has no better guarantee there. On a GPU
+/// a batch that began ends by itself, so after this time the GPU or the sidecar's words are broken, and the
+/// process ends.
 pub const SETTLE: Duration = Duration::from_secs(5);
 
-/// Where a load is.
+/// The phase of a load.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 enum WatchPhase {
-    /// The engine's stream has not reached it: nobody may write its blocks.
+    /// The engine's stream has not reached it: no one may write its blocks.
     Ahead,
     /// The sidecar may write.
     Begun,
-    /// The gate was closed then.
+    /// The gate was closed at this time.
     TakenBack(Instant),
-    /// So it was, and the batches that had begun by now must end.
+    /// The gate was closed, and the batches begun by now must end.
     Settling { since: Instant, began: u64 },
     /// This process copies it.
     Ours,
@@ -36,11 +37,11 @@ enum WatchPhase {
 #[derive(Debug)]
 pub(crate) struct LoadWatch {
     phase: WatchPhase,
-    /// From when the engine's stream has reached it.
+    /// The time limits, counted from the moment when the engine's stream reaches the load.
     patience: CopyPatience,
 }
 
-/// What can be seen of a load.
+/// The observations of a load.
 #[derive(Copy, Clone, Debug)]
 pub(crate) struct LoadSeen {
     /// The engine's stream has reached it.
@@ -49,56 +50,56 @@ pub(crate) struct LoadSeen {
     pub(crate) whole: bool,
     /// The sidecar has written nothing of it, and never will.
     pub(crate) refused: bool,
-    /// The sidecar ended it otherwise, or hung up.
+    /// The sidecar ended it in another way, or hung up.
     pub(crate) broken: bool,
-    /// Of the sidecar's stream.
+    /// Counters of the sidecar's stream.
     pub(crate) batches: Batches,
-    /// Cuts of this load that are there.
+    /// Number of cuts of this load that are there.
     pub(crate) cuts: u64,
     /// The sidecar's process has ended.
     pub(crate) gone: bool,
 }
 
-/// What is to be done.
+/// The next action.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(crate) enum WatchVerdict {
     /// Nothing yet.
     Wait,
-    /// The sidecar has done it.
+    /// The sidecar has copied every block.
     Whole,
     /// Close the gate.
     TakeBack,
     /// Copy every block.
     Copy,
-    /// End the process: the blocks can neither be waited for nor be taken back.
+    /// End the process: the blocks cannot be taken back, and a further wait has no end.
     GiveUp,
 }
 
 // === impl LoadWatch ===
 
 impl LoadWatch {
-    /// A load that the sidecar promised.
+    /// The watch of a load promised by the sidecar.
     pub(crate) fn promised(patience: CopyPatience) -> Self {
         Self { phase: WatchPhase::Ahead, patience }
     }
 
-    /// A load that nobody but this process copies.
+    /// The watch of a load that only this process copies.
     pub(crate) fn ours() -> Self {
         Self { phase: WatchPhase::Ours, patience: CopyPatience::new(Duration::ZERO, 0) }
     }
 
-    /// Whether this process copies it, now or as soon as its blocks are free.
+    /// True if this process copies it, now or as soon as its blocks are free.
     pub(crate) fn is_ours(&self) -> bool {
         self.phase == WatchPhase::Ours
     }
 
-    /// What to do now. After `Whole` or `Copy` the load needs no more looks.
+    /// Returns the next action. After `Whole` or `Copy` the load needs no more looks.
     pub(crate) fn next(&mut self, seen: &LoadSeen, now: Instant) -> WatchVerdict {
         match self.phase {
             WatchPhase::Ahead | WatchPhase::Begun => self.with_sidecar(seen, now),
             WatchPhase::TakenBack(since) if now.duration_since(since) < DEVICE_LATENCY => WatchVerdict::Wait,
             WatchPhase::TakenBack(_) => {
-                // From here on, not from the closing: this process may have been frozen in between.
+                // The time counts from this look: this process may have been frozen since it closed the gate.
                 self.phase = WatchPhase::Settling { since: now, began: seen.batches.began };
                 self.next(seen, now)
             }
@@ -164,7 +165,7 @@ mod tests {
         LoadWatch::promised(CopyPatience::new(Duration::ZERO, 0))
     }
 
-    /// A watch whose gate was closed at the instant returned.
+    /// A watch, and the instant at which its gate was closed.
     fn taken_back() -> (LoadWatch, Instant) {
         let (mut watch, now) = (promised(), start());
         assert_eq!(watch.next(&LoadSeen { broken: true, ..REACHED }, now), WatchVerdict::TakeBack);

@@ -1,7 +1,7 @@
 //! This process' own copies of one load, batch after batch, cut after cut.
 //!
-//! A cut is called delivered once its copies have ended and, after that, every slot was seen whole and of its filling, and the
-//! pool to have lost nothing.
+//! A cut is called delivered once its copies have ended and, after that, every slot was seen whole and still
+//! of its filling, and the pool was seen to have lost nothing.
 
 use std::collections::VecDeque;
 
@@ -12,37 +12,37 @@ use super::SlotPart;
 use crate::core::plan::Plan;
 use crate::pool::MappedPool;
 
-/// Batches of a load under way: one is filled while another moves.
+/// Batches of a load in progress: one is filled while another moves.
 const FLYING_MAX: usize = 2;
 
-/// What is left of a load.
+/// The rest of a load.
 #[derive(Debug)]
 pub(in crate::worker) struct BlockFetch {
-    /// Blocks whose slots were whole so far.
+    /// Blocks with whole slots so far.
     sound: Vec<(u32, SlotRef)>,
     failed: Vec<u32>,
     /// The next part, and the next block of it.
     cut: usize,
     next: usize,
-    /// Batches that have not ended, and how many cuts are whole with each.
+    /// Batches in progress, each with the number of cuts that are whole after it.
     flying: VecDeque<(u64, usize)>,
 }
 
-/// What a step came to.
+/// The result of a step.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(super) enum FetchStep {
-    /// Something was done, or ended.
+    /// A batch was begun, or ended.
     Worked,
-    /// Everything at hand is on its way.
+    /// All possible batches are in progress.
     Waits,
-    /// All of it has ended.
+    /// All batches have ended.
     Done,
 }
 
 // === impl BlockFetch ===
 
 impl BlockFetch {
-    /// All blocks of a plan, but for those whose slots are not what was promised.
+    /// Prepares the copies of a plan. Blocks with a changed slot count as failed.
     pub(super) fn new(memory: &EngineMemory, pool: &MappedPool, part: SlotPart, plan: &Plan) -> Self {
         let kept = pool.is_whole();
         let whole = |&(block, slot): &(u32, SlotRef)| {
@@ -52,12 +52,13 @@ impl BlockFetch {
         Self { sound, ..Self::nothing(failed.into_iter().map(|(block, _)| block).collect()) }
     }
 
-    /// No copy at all.
+    /// A fetch without copies.
     pub(super) fn nothing(failed: Vec<u32>) -> Self {
         Self { sound: Vec::new(), failed, cut: 0, next: 0, flying: VecDeque::new() }
     }
 
-    /// Begins the next batch, or sees one end. `delivered` is told how many cuts are there, while no block has failed.
+    /// Begins the next batch, or finds the end of one. While no block has failed, calls `delivered` with the
+    /// number of whole cuts.
     pub(super) fn step(
         &mut self,
         memory: &EngineMemory,
@@ -71,7 +72,7 @@ impl BlockFetch {
         while let Some(&(_, whole)) = self.flying.front().filter(|(batch, _)| *batch <= ended) {
             self.flying.pop_front();
             worked = true;
-            // The last cut is delivered by whoever takes the result.
+            // The caller delivers the last cut, from the result.
             if (1..cuts.len()).contains(&whole) && self.is_sound(pool, part) {
                 delivered(whole);
             }
@@ -90,7 +91,7 @@ impl BlockFetch {
         Ok(FetchStep::Worked)
     }
 
-    /// Blocks that are not what was asked for.
+    /// Blocks that this fetch did not fill.
     pub(super) fn failed_blocks(self) -> Vec<u32> {
         self.failed
     }

@@ -1,8 +1,9 @@
-//! What is done where the watchdog itself is held up: the process ends.
+//! The end of the process when the watchdog itself is blocked.
 //!
-//! A kernel's first launch or an allocation may take the driver's lock and keep it until every stream has gone on. Behind a
-//! parked stream of this process it thus waits for the load, and once the load's sidecar is gone the watchdog waits for the
-//! lock: nobody would ever end that. This thread makes no call into the driver.
+//! A kernel's first launch or an allocation may take the driver's lock and keep it until every stream has
+//! gone on. Behind a waiting stream of this process it thus waits for the load, and once the load's sidecar
+//! is gone the watchdog waits for the lock: no one could end these waits. This thread makes no call into the
+//! driver.
 
 use std::sync::Weak;
 use std::sync::atomic::Ordering;
@@ -12,11 +13,11 @@ use super::{RankCopies, StreamWait, end_process};
 
 /// Time between two looks.
 const LOOK: Duration = Duration::from_secs(1);
-/// Looks in a row that find the watchdog in the same call: ten times what a rescue takes. Looks are counted, not time, since
-/// this process may have been frozen.
+/// Looks in a row at a watchdog in the same call before the process ends: ten times the duration of a rescue.
+/// Looks are counted, not time, since this process may have been frozen.
 const LOOKS_MAX: u32 = 30;
 
-/// What the looks so far have come to.
+/// The results of the looks so far.
 #[derive(Debug, Default)]
 struct SeenTurns {
     turns: u64,
@@ -26,7 +27,7 @@ struct SeenTurns {
 // === impl SeenTurns ===
 
 impl SeenTurns {
-    /// Takes a look; whether a parked stream waits for a watchdog that does not come back.
+    /// Takes a look. Returns true if a stream waits for a watchdog without progress.
     fn take_look(&mut self, turns: u64, may_wait: bool) -> bool {
         let moved = std::mem::replace(&mut self.turns, turns) != turns;
         self.looks = if moved || !may_wait { 0 } else { self.looks + 1 };
@@ -34,7 +35,7 @@ impl SeenTurns {
     }
 }
 
-/// Looks at the watchdog of `copies` until that ends.
+/// Looks at the watchdog of `copies` until it ends.
 pub(super) fn watch_copies(copies: &Weak<RankCopies>) {
     let mut seen = SeenTurns::default();
     while let Some(copies) = copies.upgrade() {
@@ -49,7 +50,7 @@ pub(super) fn watch_copies(copies: &Weak<RankCopies>) {
 // === impl RankCopies ===
 
 impl RankCopies {
-    /// Whether the engine's stream may wait for a load.
+    /// True if the engine's stream may wait for a load.
     fn may_wait(&self) -> bool {
         self.stream_waits().iter().any(|StreamWait { link, op }| link.delivered(*op) < self.cuts.len() as u64)
     }

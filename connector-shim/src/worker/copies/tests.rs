@@ -1,4 +1,4 @@
-//! The thread that follows loads, with host memory in a GPU's place and a flag in that of its stream.
+//! The thread for loads, with host memory in a GPU's place and a flag in the place of its stream.
 
 use std::os::unix::process::ExitStatusExt;
 use std::process::Command;
@@ -24,7 +24,7 @@ use crate::worker::memory::RegionMemory;
 const CUTS: usize = 3;
 /// Longer than a test waits: no load of these is taken back for its time.
 const LONG: Duration = Duration::from_secs(60);
-/// Bytes whose copies may take as long.
+/// Bytes with a copy time of as long.
 const MANY: u64 = LONG.as_nanos() as u64;
 
 #[derive(Clone, Debug, Default)]

@@ -17,7 +17,7 @@ use sha2::{Digest, Sha256};
 use self::files::{AdapterFile, digest_files, files_of};
 use crate::core::policy::Adapter;
 
-/// A request's adapter, as the engine has it.
+/// A request's adapter, as the engine names it.
 #[derive(Clone, Debug)]
 pub struct AdapterRequest {
     /// The adapter's number in the ranks.
@@ -26,27 +26,28 @@ pub struct AdapterRequest {
     pub name: String,
     /// The folder of its files.
     pub path: PathBuf,
-    /// Ranks read its files in every step of such a request, although they hold it.
+    /// True if ranks read its files in every step of such a request, although they hold it.
     pub in_place: bool,
-    /// The adapter's bytes are not in the named files.
+    /// True if the adapter's bytes are not in the named files.
     pub elsewhere: bool,
-    /// The adapter's tensors hold all experts as one.
+    /// True if the adapter's tensors hold all experts as one.
     pub fused_experts: bool,
 }
 
-/// An adapter as it was when a request, or the engine's own loading of it, was first seen.
+/// An adapter as first seen, at a request or at a load by the engine itself.
 #[derive(Debug)]
 struct KnownAdapter {
     name: String,
     path: PathBuf,
-    /// The files; none: they cannot be seen from here, as where ranks fetch them from a hub.
+    /// The files; empty if this process cannot see them, for example if ranks fetch them from a hub.
     files: Vec<AdapterFile>,
-    /// No two have the same, so a fold made from it was never stated before.
+    /// A number that no other known adapter has or had: a fold made from it is new.
     serial: u64,
     /// The number of its last digest; 0: none was begun.
     work: u64,
     digest: Option<[u8; 32]>,
-    /// Ranks load an adapter when they please, once. After its files have changed nobody knows which bytes they hold.
+    /// True after the files have changed under a loaded adapter: ranks load an adapter once, at any time, so
+    /// their bytes are unknown.
     uncertain: bool,
 }
 
@@ -66,7 +67,7 @@ struct DigestWork {
     number: u64,
     path: PathBuf,
     files: Vec<AdapterFile>,
-    /// The digest of the ranks' possible bytes: another one is a doubt.
+    /// The digest of the bytes that ranks may hold: a different result makes the adapter uncertain.
     before: Option<[u8; 32]>,
 }
 
@@ -77,7 +78,7 @@ pub struct EngineAdapters {
     /// Further facts on how adapters are applied.
     form: String,
     state: Arc<Mutex<AdapterTable>>,
-    /// To the thread of the digests, begun with the first.
+    /// The sender to the digests' thread, which starts with the first digest.
     thread: Option<Sender<DigestWork>>,
 }
 
@@ -89,7 +90,8 @@ impl EngineAdapters {
         Self { run, form, state: Arc::default(), thread: None }
     }
 
-    /// A request is about to have ranks load the adapter, unless they hold it. True: ranks hold other bytes than before.
+    /// Looks at an adapter's files before a request makes ranks load it, unless they hold it. Returns true if
+    /// ranks now hold other bytes than before.
     pub fn look_at(&mut self, request: &AdapterRequest) -> bool {
         let files = if request.elsewhere { Vec::new() } else { files_of(&request.path) };
         let mut guard = lock(&self.state);
@@ -120,18 +122,19 @@ impl EngineAdapters {
         replaced
     }
 
-    /// The engine is about to have every rank load the adapter. True: ranks hold other bytes than before.
+    /// Looks at an adapter's files before the engine makes every rank load it. Returns true if ranks then
+    /// hold other bytes than before.
     pub fn loads(&mut self, request: &AdapterRequest) -> bool {
         let forgotten = request.in_place && self.forget(request.number);
         self.look_at(request) || forgotten
     }
 
-    /// Ranks no longer hold the adapter of this number. True: they held it.
+    /// Forgets the adapter of this number: ranks no longer hold it. Returns true if they held it.
     pub fn forget(&mut self, number: u64) -> bool {
         lock(&self.state).known.remove(&number).is_some()
     }
 
-    /// Ranks may hold other bytes than their files had: unseen bytes are taken for other ones.
+    /// Renews every fold that is not made of files: ranks may hold other bytes than before.
     pub fn may_differ(&mut self) {
         let mut state = lock(&self.state);
         let AdapterTable { known, serials, .. } = &mut *state;
@@ -141,7 +144,7 @@ impl EngineAdapters {
         }
     }
 
-    /// The adapter's fold as of now.
+    /// Returns the adapter's present fold, or the reason for which there is none.
     pub fn fold(&mut self, request: &AdapterRequest) -> Adapter {
         if !lock(&self.state).known.contains_key(&request.number) {
             self.look_at(request);
@@ -180,7 +183,8 @@ impl EngineAdapters {
         std::mem::take(&mut lock(&self.state).notices)
     }
 
-    /// Computes a digest beside the engine, one after the other. Without a thread it never comes.
+    /// Computes digests one after the other, on a thread of their own. If no thread could start, no digest is
+    /// ever ready.
     fn compute(&mut self, work: DigestWork) {
         let thread = self.thread.get_or_insert_with(|| {
             let (sender, works) = mpsc::channel::<DigestWork>();
@@ -194,7 +198,7 @@ impl EngineAdapters {
             drop(begun);
             sender
         });
-        // The other end is gone where no thread could be started.
+        // The receiver is gone if no thread could be started.
         let _ = thread.send(work);
     }
 }
@@ -245,7 +249,7 @@ impl AdapterTable {
 
     fn end_digest(&mut self, work: &DigestWork, digest: Option<[u8; 32]>) {
         let Some(known) = self.known.get_mut(&work.adapter).filter(|known| known.work == work.number) else {
-            // A later look counts.
+            // A later change of the adapter has begun another digest.
             return;
         };
         if digest.is_none() || work.before.is_some() && work.before != digest {

@@ -97,22 +97,22 @@ pub struct ReservedTokens {
     pub end: u32,
 }
 
-/// A request as the engine has it.
+/// A request and its blocks.
 #[derive(Debug)]
 struct Sequence {
     tokens: Vec<u32>,
     chain: Chain,
     blocks: Vec<u32>,
-    /// Tokens with their KV in the blocks.
+    /// Number of tokens with their KV in the blocks.
     computed: u32,
-    /// The same once the reserved ones are written.
+    /// Number of tokens with their KV in the blocks, once the reserved ones are written.
     reserved: u32,
-    /// Blocks known to the policy.
+    /// Number of blocks known to the policy.
     offered: usize,
     begun: bool,
 }
 
-/// See the module.
+/// An engine and its cache. See the module.
 #[derive(Debug)]
 pub struct BlockingEngine {
     policy: EnginePolicy<SchedulerClient>,
@@ -125,7 +125,7 @@ pub struct BlockingEngine {
     block_tokens: u32,
     free: FreeBlocks,
     sequences: HashMap<RequestId, Sequence>,
-    /// Connections in which the engine has proven itself, and in which it has waited to be bound: the last of each.
+    /// The last connection in which the engine has proven itself.
     proven_in: u64,
     bound_in: u64,
 }
@@ -385,7 +385,7 @@ impl BlockingEngine {
         let Ok(()) = known;
     }
 
-    /// The tokens found, once that is known or `patience` is over.
+    /// Returns the number of tokens found; 0 if the answer is not known after `patience`.
     fn ask_for_hits(&mut self, id: RequestId, patience: Duration) -> u32 {
         let until = clock::read_clock() + patience;
         loop {
@@ -397,7 +397,7 @@ impl BlockingEngine {
         }
     }
 
-    /// Fills blocks of the request with the KV found.
+    /// Loads the KV found into new blocks of the request.
     fn fill_blocks(&mut self, id: RequestId, found: u32) {
         let room = u32::try_from(self.free.len()).unwrap_or(u32::MAX).saturating_mul(self.block_tokens);
         let taken = found.min(room);
@@ -413,7 +413,8 @@ impl BlockingEngine {
         sequence.computed = taken.min(good as u32 * self.block_tokens);
     }
 
-    /// One step of every rank, which the engine accepts: the blocks not loaded. `due` gives the numbers of the due requests.
+    /// Runs one step of every rank, accepted by the engine. Returns the blocks not loaded. `due` gives the
+    /// numbers of the due requests.
     fn run_step(&mut self, changes: Changes, due: impl FnOnce(OpenedStep) -> Vec<Due>) -> Vec<u32> {
         let opened = self.policy.begin_step(changes, clock::read_clock());
         let due = due(opened);
@@ -513,7 +514,7 @@ impl BlockingEngine {
         Ok(full.min(self.kept_count() - before))
     }
 
-    /// Waits until the sidecar has read all blocks; what it has not read by then it gives up.
+    /// Waits until the sidecar has read all blocks. After a time limit, saves of unread blocks are given up.
     fn finish_saves(&mut self, id: RequestId) {
         let until = clock::read_clock() + SAVE_PATIENCE;
         while self.policy.view(0).saving() > 0 && clock::read_clock() < until {

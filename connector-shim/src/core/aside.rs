@@ -1,5 +1,5 @@
-//! The loads and blocks an engine counts on in the scheduled step. After an internal error of the policy the engine goes on without a cache,
-//! and no request waits for a load without an end.
+//! The loads and blocks that an engine counts on in the scheduled step. After an internal error of the policy
+//! the engine goes on without a cache, and no request waits for ever for a load.
 
 use std::collections::{BTreeSet, HashMap};
 use std::fmt::Display;
@@ -7,33 +7,34 @@ use std::ops::Range;
 
 use super::policy::{LostLoad, PlannedStep, RequestId, StepPart};
 
-/// Numbers of requests that arrive after the error: no other request has them.
+/// First number for requests after the error: no earlier request has such a number.
 const FIRST_NUMBER: RequestId = 1 << 62;
 
-/// See the module.
+/// The engine's expectations while the policy works, and the host's answers after its error. See the module.
 #[derive(Debug)]
 pub struct Aside {
     /// Tokens of a block, by group.
     sizes: Vec<u32>,
-    /// The step being scheduled, and how often the weights may have changed.
+    /// The step being scheduled.
     step: u64,
     weights: u64,
-    /// By the questions for the step: the tokens the request had, and whether a load was to be beside the steps.
+    /// The questions answered for the step, by request: the tokens that the request had, and true if a load
+    /// was to run beside the steps.
     asked: HashMap<RequestId, (u32, bool)>,
-    /// The request that was given blocks last, if for tokens of the cache.
+    /// The request of the last allocation, if the engine takes tokens of the cache for it.
     takes: Option<RequestId>,
-    /// The loads counted on in the step.
+    /// The loads counted on in the step, with their blocks by group.
     promised: Vec<(RequestId, Vec<Vec<u32>>)>,
     held: BTreeSet<u32>,
-    /// Steps with loads perhaps not begun by ranks.
+    /// Steps with loads perhaps not begun by the ranks.
     open_loads: Vec<u64>,
     numbers: RequestId,
-    /// The error, until it is told.
+    /// The error, until the host takes it.
     error: Option<String>,
 }
 
 impl Aside {
-    /// `sizes`: tokens of a block, by group.
+    /// Begins without an error. `sizes`: tokens of a block, by group.
     pub fn new(sizes: Vec<u32>) -> Self {
         Self {
             sizes,
@@ -51,36 +52,38 @@ impl Aside {
 
     // --- while the policy decides ---
 
-    /// A question was answered for a request with so many tokens.
+    /// Notes the answer to a question. The request had `had` tokens; with `beside` a load was to run beside
+    /// the steps.
     pub fn asked(&mut self, id: RequestId, had: u32, beside: bool) {
         self.asked.insert(id, (had, beside));
     }
 
-    /// The engine has allocated blocks, and takes so many tokens of the cache.
+    /// Notes that the engine has allocated blocks for a request, and takes `external` tokens of the cache.
     pub fn allocated(&mut self, id: RequestId, external: u32) {
         self.takes = (external > 0).then_some(id);
     }
 
-    /// The engine names blocks of an allocation. Another connector may load those for no token of the cache.
+    /// Notes the blocks named for an allocation. Without tokens of the cache they are for another connector's
+    /// load, and do not count.
     pub fn name_blocks(&mut self, id: RequestId, blocks: &[Vec<u32>]) {
-        // Null blocks stand for those before a window.
+        // Null blocks stand for the blocks before a window.
         let real = |blocks: &Vec<u32>| blocks.iter().copied().filter(|block| *block > 0).collect();
         if self.takes.take_if(|takes| *takes == id).is_some() {
             self.promised.push((id, blocks.iter().map(real).collect()));
         }
     }
 
-    /// The engine holds these blocks.
+    /// Notes that the engine holds these blocks.
     pub fn held(&mut self, blocks: &[u32]) {
         self.held.extend(blocks);
     }
 
-    /// It gives them back.
+    /// Notes that the engine gives these blocks back.
     pub fn released(&mut self, blocks: &[u32]) {
         self.held.retain(|block| !blocks.contains(block));
     }
 
-    /// The policy has planned the step.
+    /// Notes the policy's plan of the step.
     pub fn scheduled(&mut self, step: &PlannedStep) {
         (self.step, self.weights) = (step.step + 1, step.weights);
         self.open_loads.clone_from(&step.open_loads);
@@ -93,7 +96,7 @@ impl Aside {
 
     // --- after the error ---
 
-    /// The policy has met this error.
+    /// Notes the policy's error.
     pub fn fail(&mut self, error: &impl Display) {
         self.error = Some(format!(
             "PILLION STAYS OUT: its scheduler role met an internal error: {error}. vLLM goes on as if no connector were \
@@ -101,29 +104,29 @@ impl Aside {
         ));
     }
 
-    /// The error, once.
+    /// Takes the error, for the engine's log.
     pub fn take_error(&mut self) -> Option<String> {
         self.error.take()
     }
 
-    /// A request's number.
+    /// Returns a new number for a request.
     pub fn number(&mut self) -> RequestId {
         self.numbers += 1;
         self.numbers
     }
 
-    /// The blocks to name of a load that the engine counts on.
+    /// Returns the ranges of blocks for the engine to name, if it counts on a load for this request.
     pub fn wanted_blocks(&self, id: RequestId) -> Option<Vec<Range<usize>>> {
         let (had, _) = self.asked.get(&id).filter(|_| self.takes == Some(id))?;
         Some(self.sizes.iter().map(|size| (had / size) as usize..usize::MAX).collect())
     }
 
-    /// The blocks to give back: all of them.
+    /// Takes all held blocks: the engine is to give them back.
     pub fn release_held(&mut self) -> Vec<u32> {
         std::mem::take(&mut self.held).into_iter().collect()
     }
 
-    /// A step without loads: those counted on are reported as failed.
+    /// Plans a step without loads. The loads that the engine counts on are reported as failed.
     pub fn plan_step(&mut self) -> PlannedStep {
         let mut parts = vec![StepPart::default(); self.sizes.len()];
         for (request, blocks) in self.promised.drain(..) {

@@ -11,7 +11,7 @@ use std::ops::Range;
 #[derive(Debug)]
 pub struct LayerWaits {
     places: HashMap<String, usize>,
-    /// Cuts to be there before a layer, by its place.
+    /// Number of cuts needed before a layer, by the layer's place.
     needed: Vec<usize>,
     cuts: usize,
     allowed: bool,
@@ -38,7 +38,8 @@ pub struct Unawaited {
 // === impl LayerWaits ===
 
 impl LayerWaits {
-    /// `cut_layers`: layers of each cut. `allowed`: one forward a step calls the hooks.
+    /// Begins without a proven kind. `cut_layers`: number of layers of each cut. `allowed`: exactly one
+    /// forward a step calls the hooks.
     pub fn new(layers: Vec<String>, cut_layers: &[usize], allowed: bool) -> Self {
         let cuts = cut_layers.len();
         let needed = cut_layers.iter().enumerate();
@@ -63,23 +64,23 @@ impl LayerWaits {
         left
     }
 
-    /// Whether a forward of this kind may wait cut by cut.
+    /// True if a forward of this kind may wait cut by cut.
     pub fn permits(&self, mode: Option<&str>) -> bool {
         self.allowed && mode.is_some_and(|mode| self.proven.contains(mode))
     }
 
-    /// This step's forward waits for these blocks cut by cut.
+    /// Makes this step's forward wait for these blocks cut by cut.
     pub fn expect_blocks(&mut self, blocks: Vec<u32>) {
         self.waited = 0;
         self.awaited = blocks;
     }
 
-    /// Whether this step's forward still has waits to enqueue.
+    /// True if this step's forward still has waits to enqueue.
     pub fn is_waiting(&self) -> bool {
         self.waited < self.cuts
     }
 
-    /// Whether a further hook of this step's forward has an effect.
+    /// True if a further hook of this step's forward has an effect.
     pub fn minds_hooks(&self) -> bool {
         self.next.is_some() || self.is_waiting()
     }
@@ -100,7 +101,7 @@ impl LayerWaits {
         (due, is_next && place == 0)
     }
 
-    /// The kind of the running forward; none: of one without proof.
+    /// Sets the kind of the running forward; `None` if it proves nothing.
     pub fn set_mode(&mut self, mode: Option<String>) {
         self.mode = mode.filter(|mode| !self.proven.contains(mode));
         if self.mode.is_none() {

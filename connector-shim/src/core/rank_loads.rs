@@ -1,6 +1,6 @@
 //! A rank's loads in all cache groups: those in progress, and the reports of their ends.
 //!
-//! A request's load ends with the last group's, and has failed where any group's has.
+//! A request's load ends when its last group's load ends. It has failed if the load of any group has.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -10,15 +10,16 @@ use crate::core::reports::{RankReports, Reported};
 /// The loads of one rank.
 #[derive(Debug)]
 pub struct RankLoads {
-    /// Whether a load fails as a whole: the engine frees blocks behind windows, and tells no groups apart.
+    /// True if a load fails as a whole: the engine frees blocks behind windows, or cannot tell the groups of
+    /// failed blocks apart.
     whole: bool,
     /// Loads in progress beside the steps, by group and operation: the request, and the plan's blocks.
     begun: BTreeMap<(usize, u64), (String, Vec<u32>)>,
-    /// Requests of ended loads, with the blocks not brought.
+    /// Requests of ended loads, with the blocks that were not loaded.
     lacking: BTreeMap<String, BTreeSet<u32>>,
-    /// Blocks of waiting requests, and requests, still to be told as failed.
+    /// Failures not yet reported: blocks of waiting requests, and whole requests.
     failed: Vec<Reported>,
-    /// Blocks read by a step, not loaded.
+    /// Blocks that a step reads although they were not loaded.
     failed_now: BTreeSet<u32>,
     reports: RankReports,
 }
@@ -26,7 +27,7 @@ pub struct RankLoads {
 // === impl RankLoads ===
 
 impl RankLoads {
-    /// `whole`: a load without one of its blocks has failed as a whole.
+    /// Begins without loads. `whole`: a load without one of its blocks has failed as a whole.
     pub fn new(whole: bool) -> Self {
         Self {
             whole,
@@ -38,46 +39,46 @@ impl RankLoads {
         }
     }
 
-    /// A step begins; the engine has passed over those others.
+    /// Begins a step. `passed`: steps passed over by the engine.
     pub fn begin_step(&mut self, step: u64, passed: &[u64]) {
         self.reports.begin_step(step, passed);
     }
 
-    /// A load of a waiting request has begun.
+    /// Notes the begin of a waiting request's load.
     pub fn begin_load(&mut self, group: usize, request: String, plan: &Plan) {
         self.begun.insert((group, plan.op), (request, plan.block_ids()));
     }
 
-    /// A load has ended, without these blocks.
+    /// Notes the end of a load, and its failed blocks.
     pub fn end_load(&mut self, group: usize, op: u64, failed: Vec<u32>) {
         if let Some((request, _)) = self.begun.remove(&(group, op)) {
             self.lose_load(request, failed);
         }
     }
 
-    /// A load of a waiting request is over before it began, without these blocks.
+    /// Notes that a waiting request's load was over before it began, and its failed blocks.
     pub fn lose_load(&mut self, request: String, blocks: Vec<u32>) {
         self.lacking.entry(request).or_default().extend(blocks);
     }
 
-    /// All loads of a group have ended, without any block.
+    /// Ends all loads of a group: all their blocks have failed.
     pub fn end_group(&mut self, group: usize) {
         for (_, (request, blocks)) in self.begun.extract_if((group, 0)..=(group, u64::MAX), |_, _| true) {
             self.lacking.entry(request).or_default().extend(blocks);
         }
     }
 
-    /// A step reads these blocks without their load.
+    /// Notes blocks that a step reads although they were not loaded.
     pub fn fail_blocks(&mut self, blocks: Vec<u32>) {
         self.failed_now.extend(blocks);
     }
 
-    /// Whether loads of a group are in progress.
+    /// True if loads of a group are in progress.
     pub fn is_loading(&self, group: usize) -> bool {
         self.begun.range((group, 0)..=(group, u64::MAX)).next().is_some()
     }
 
-    /// Whether the load of a request has ended in all groups since the last [`RankLoads::take_ended`].
+    /// True if the load of some request has ended in all groups since the last [`RankLoads::take_ended`].
     pub fn has_ended(&self) -> bool {
         self.lacking.keys().any(|request| !self.is_begun(request))
     }
@@ -86,7 +87,7 @@ impl RankLoads {
         self.begun.values().any(|(begun, _)| begun == request)
     }
 
-    /// Returns the requests with an ended load, well or not, each once.
+    /// Returns the requests with an ended load, successful or not, each once.
     pub fn take_ended(&mut self) -> BTreeSet<String> {
         let mut ended = Vec::new();
         for (request, blocks) in std::mem::take(&mut self.lacking) {
@@ -113,7 +114,8 @@ impl RankLoads {
             .collect()
     }
 
-    /// Returns the blocks not loaded. Those read by a step are told once: after a dropped report other requests may have them.
+    /// Returns the blocks not loaded. Blocks read by a step are reported only once: after a dropped report
+    /// other requests may have them.
     pub fn take_failed_blocks(&mut self) -> BTreeSet<u32> {
         let waiting = self.tell_failed(|report| matches!(report, Reported::Block(_)));
         let mut failed = std::mem::take(&mut self.failed_now);

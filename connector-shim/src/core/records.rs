@@ -91,13 +91,13 @@ pub struct RequestRecords {
 // === impl RequestRecord ===
 
 impl RequestRecord {
-    /// From now on the request waits for this.
+    /// Ends the current part of the request's wait, and begins `part`.
     fn enter_part(&mut self, part: WaitPart, time: Instant) {
         self.times[self.part as usize] += time - self.since;
         (self.part, self.since) = (part, time);
     }
 
-    /// How long it has waited up to the last part's end.
+    /// The request's whole wait, up to the end of the last part.
     pub fn whole(&self) -> Duration {
         self.times.iter().sum()
     }
@@ -106,13 +106,13 @@ impl RequestRecord {
 // === impl RequestRecords ===
 
 impl RequestRecords {
-    /// Without any record.
+    /// Begins without records.
     pub fn new(options: RecordOptions) -> Self {
         let (open, begun, loading) = (BTreeMap::new(), Vec::new(), VecDeque::new());
         Self { options, open, begun, loading, count: 0, kept: Vec::new() }
     }
 
-    /// The cache is about to be asked, most likely not for the first time.
+    /// Notes that the cache is about to be asked for a request, perhaps again.
     pub fn asks(&mut self, request: RequestId, tokens: u32, computed: u32, time: Instant) {
         self.open.entry(request).or_insert_with(|| RequestRecord {
             request,
@@ -129,7 +129,8 @@ impl RequestRecords {
         });
     }
 
-    /// The cache has answered, and a load of the hit is `beside` the steps or not; or the request goes on to wait for `pending`.
+    /// Notes the cache's answer. With `pending` the request goes on to wait for that; `beside`: its load is
+    /// to run beside the steps.
     pub fn asked(&mut self, request: RequestId, pending: Option<WaitPart>, beside: bool, time: Instant) {
         if let Some(record) = self.open.get_mut(&request) {
             record.enter_part(pending.unwrap_or(WaitPart::Room), time);
@@ -137,7 +138,7 @@ impl RequestRecords {
         }
     }
 
-    /// A load of `hit` tokens is planned.
+    /// Notes the plan of a load of `hit` tokens.
     pub fn loads(&mut self, request: RequestId, hit: u32, time: Instant) {
         if let Some(record) = self.open.get_mut(&request) {
             record.enter_part(WaitPart::Copy, time);
@@ -146,7 +147,7 @@ impl RequestRecords {
         }
     }
 
-    /// The places of the hit, if they are known.
+    /// Notes the places of the hit, if they are known.
     pub fn found(
         &mut self,
         request: RequestId,
@@ -157,7 +158,7 @@ impl RequestRecords {
         }
     }
 
-    /// Every rank has reported the end of these loads.
+    /// Notes that every rank has reported the end of these requests' loads.
     pub fn received(&mut self, requests: &[RequestId], time: Instant) {
         for request in requests {
             if let Some(record) = self.open.get_mut(request) {
@@ -166,7 +167,7 @@ impl RequestRecords {
         }
     }
 
-    /// Loads have failed, those of requests refused the cache from now on.
+    /// Notes failed loads: those of requests that are now refused by the cache.
     pub fn note_failed(&mut self, is_refused: impl Fn(RequestId) -> bool) {
         for (request, record) in &mut self.open {
             if is_refused(*request) {
@@ -175,12 +176,12 @@ impl RequestRecords {
         }
     }
 
-    /// These requests begin in the step being scheduled.
+    /// Notes the requests that begin in the step being scheduled.
     pub fn begins(&mut self, requests: impl Iterator<Item = RequestId>) {
         self.begun.extend(requests);
     }
 
-    /// The step is scheduled: the requests beginning in it are computed.
+    /// Notes that the step is scheduled: the requests that begin in it are computed.
     pub fn scheduled(&mut self, step: u64, time: Instant) {
         for request in std::mem::take(&mut self.begun) {
             match self.open.get(&request).map(|record| record.load) {
@@ -199,7 +200,7 @@ impl RequestRecords {
         }
     }
 
-    /// The request is over, perhaps before it was computed.
+    /// Notes the end of a request, perhaps before its computation.
     pub fn finished(&mut self, request: RequestId, aborted: bool, time: Instant) {
         self.end_record(request, aborted, time);
     }
@@ -216,7 +217,7 @@ impl RequestRecords {
         }
     }
 
-    /// The kept records since the last call.
+    /// Takes the records kept since the last call.
     pub fn take_kept(&mut self) -> Vec<RequestRecord> {
         std::mem::take(&mut self.kept)
     }

@@ -1,10 +1,12 @@
-//! A rank's reports to its engine, each with a step's output. Reports of outputs not taken by the engine are told again.
+//! A rank's reports to its engine, each with a step's output. Reports with an output that the engine did not
+//! take are repeated.
 //!
 //! An engine such as vLLM frees the blocks of a request with a running load only once it learns of the load's end.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Reports kept. An engine passes over fewer steps before it takes an output again, or it takes none at all.
+/// The most steps whose reports are kept. An engine passes over fewer steps before it takes an output again,
+/// or it takes none at all.
 const REPORTS_MAX: usize = 64;
 
 /// The subject of a report.
@@ -21,7 +23,7 @@ pub enum Reported {
 // === impl Reported ===
 
 impl Reported {
-    /// Its request, if it is of one.
+    /// Returns the report's request; `None` for a block.
     pub fn into_request(self) -> Option<String> {
         match self {
             Self::Ended(request) | Self::Failed(request) => Some(request),
@@ -29,7 +31,7 @@ impl Reported {
         }
     }
 
-    /// Its block, if it is of one.
+    /// Returns the report's block; `None` for a request.
     pub fn into_block(self) -> Option<u32> {
         match self {
             Self::Block(block) => Some(block),
@@ -38,20 +40,20 @@ impl Reported {
     }
 }
 
-/// The reports of one rank. A step without any costs nothing.
+/// The reports of one rank. A step without reports costs nothing.
 #[derive(Debug, Default)]
 pub struct RankReports {
     step: u64,
-    /// The reports of each step. A raising step may tell nothing.
+    /// The reports of each step. They are lost if the step raises.
     reported: BTreeMap<u64, BTreeSet<Reported>>,
-    /// Reports to tell again.
+    /// Reports to repeat.
     again: BTreeSet<Reported>,
 }
 
 // === impl RankReports ===
 
 impl RankReports {
-    /// A step begins; the engine has passed over those others.
+    /// Begins a step. `passed`: steps passed over by the engine, whose reports are repeated.
     pub fn begin_step(&mut self, step: u64, passed: &[u64]) {
         self.step = step;
         for each in passed {
@@ -59,7 +61,7 @@ impl RankReports {
         }
     }
 
-    /// Tells `fresh` reports of one kind, and the untold ones of the kind.
+    /// Returns the `fresh` reports of one kind, and those of this kind to repeat.
     pub fn tell_reports(
         &mut self,
         fresh: Vec<Reported>,

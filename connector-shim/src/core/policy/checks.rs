@@ -49,14 +49,14 @@ pub(super) struct CheckedHit {
 pub(super) struct Check {
     block_tokens: u32,
     rate: CheckRate,
-    /// Thousandths of tokens, to be spent by long checks.
+    /// Budget of long checks, in thousandths of tokens.
     room: u64,
-    /// By subject: hits to let pass now, and hits to let pass after a check without a verdict.
+    /// By subject: hits to pass before the next check, and hits to pass after a check without a verdict.
     waits: HashMap<Subject, (u32, u32)>,
     /// Blocks compared since the session's start, and differing ones.
     compared: u64,
     differing: u64,
-    /// Further checks of an engine in doubt.
+    /// Number of further checks of an engine in doubt.
     sought: u32,
     subject: Option<Subject>,
     /// The hit's request and its blocks, until they are saved.
@@ -82,17 +82,17 @@ impl Check {
         }
     }
 
-    /// Whether a verdict is waited for.
+    /// True if a verdict is awaited.
     pub(super) fn goes_on(&self) -> bool {
         self.subject.is_some()
     }
 
-    /// So many tokens were loaded.
+    /// Adds loaded tokens to the budget of long checks.
     pub(super) fn loaded(&mut self, tokens: u32) {
         self.room += u64::from(tokens) * u64::from(self.rate.per_mille);
     }
 
-    /// How many of the hit's blocks to load. Its owner may have asked before, without effect.
+    /// Returns the number of the hit's blocks to load. The owner may have asked before, without a load.
     pub(super) fn trim(&mut self, hit: CheckedHit, step: u64) -> u32 {
         let doubtful = hit.whole && self.sought > 0;
         if self.span(hit.owner).is_none() && !self.is_due(hit.subject) {
@@ -129,35 +129,36 @@ impl Check {
         !passes
     }
 
-    /// The owner's hit is checked, regardless of the rate, in place of the check that goes on.
+    /// Has the owner's hit checked in any case, in place of the check in progress.
     pub(super) fn demand(&mut self, owner: RequestId) {
         self.give_up();
         self.span = Some((owner, 0..0));
     }
 
-    /// The owner's blocks to save as checked.
+    /// The owner's blocks to save with a comparison.
     pub(super) fn span(&self, owner: RequestId) -> Option<Range<u32>> {
         self.span.as_ref().filter(|(whose, _)| *whose == owner).map(|(_, blocks)| blocks.clone())
     }
 
-    /// The blocks of the span were posted with a checked save.
+    /// Notes that the blocks of the span were posted with a checked save.
     pub(super) fn saved(&mut self) {
         self.span = None;
     }
 
-    /// Blocks will not be compared.
+    /// Ends the check without a verdict.
     pub(super) fn give_up(&mut self) {
         (self.span, self.subject) = (None, None);
     }
 
-    /// Gives the check up if this owner was to save its blocks.
+    /// Ends the check without a verdict if this owner was to save its blocks.
     pub(super) fn forsake(&mut self, owner: RequestId) {
         if self.span(owner).is_some() {
             self.give_up();
         }
     }
 
-    /// Looks for the verdict among the session's counts, compared blocks and differing ones; whether blocks differ.
+    /// Looks for the verdict in the session's counts of compared and differing blocks. Returns true if blocks
+    /// differ.
     pub(super) fn learn(&mut self, (compared, differing): (u64, u64), step: u64) -> bool {
         let differs = differing > self.differing;
         if compared > self.compared {

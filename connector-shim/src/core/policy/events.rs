@@ -64,18 +64,19 @@ struct Offered {
     own: BlockHash,
 }
 
-/// Follows the blocks kept by the sidecar for one cache group. Made where the engine publishes KV events; elsewhere nothing is asked for.
+/// Follows the blocks kept by the sidecar for one cache group. It exists only if the engine publishes KV
+/// events; without it the sidecar is not asked for announcements.
 #[derive(Debug)]
 pub(super) struct BlockEvents {
     algorithm: Option<Algorithm>,
-    /// Offers not yet entered in `known`: a saving step should not wait for it.
+    /// Offers not yet entered in `known`: a step with saves should not spend time on it.
     fresh: VecDeque<Offer>,
     known: HashMap<BlockHash, Offered>,
     /// Offers, the oldest first, and their keys of `known`.
     offered: VecDeque<(Instant, RequestId, Vec<BlockHash>)>,
     /// Announced blocks of adapters: their keys without the fold.
     folded: HashMap<(BlockHash, bool), BlockHash>,
-    /// Tokens were scheduled since saves or changes were last seen, and when they were seen with such before them.
+    /// True if tokens were scheduled since saves or changes were last seen.
     pub(super) has_worked: bool,
     worked: Option<Instant>,
     linger_until: Option<Instant>,
@@ -97,7 +98,7 @@ impl BlockEvents {
         }
     }
 
-    /// Blocks of a request are being saved.
+    /// Notes blocks of a request with a save in progress.
     pub(super) fn offered(
         &mut self,
         request: RequestId,
@@ -134,12 +135,13 @@ impl BlockEvents {
         }
     }
 
-    /// All blocks have been announced as removed, the sidecar's with the engine's own.
+    /// Forgets the blocks of adapters: all blocks have been announced as removed.
     pub(super) fn cleared(&mut self) {
         self.folded.clear();
     }
 
-    /// Whether an engine without requests is to step on, since some publish nothing between steps.
+    /// True if an engine without requests should run further steps: some engines publish events only in
+    /// steps.
     pub(super) fn linger(&self, time: Instant) -> bool {
         self.linger_until.is_some_and(|until| time < until)
     }

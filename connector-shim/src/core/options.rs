@@ -32,9 +32,9 @@ pub struct EngineOption {
 /// The value of an option left out.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub enum DefaultValue {
-    /// As of `pillion serve`.
+    /// The same value as `pillion serve`.
     AsServe,
-    /// None.
+    /// No value.
     Absent,
     /// A number.
     Count(u32),
@@ -51,11 +51,11 @@ pub enum Values {
     OneOf(&'static [&'static str]),
     /// A whole number of `unit`, up to `most`. `zero`: the meaning of 0, if it is not just none of them.
     Count {
-        /// The largest.
+        /// The largest number.
         most: u32,
-        /// Things counted.
+        /// The unit of the number.
         unit: &'static str,
-        /// `0`, with its meaning.
+        /// The meaning of `0`.
         zero: &'static str,
     },
     /// A number with or without decimals, from 0 up to `most`.
@@ -110,7 +110,8 @@ fn names() -> String {
     OPTIONS.map(|option| format!("{PREFIX}{}", option.name)).join(", ")
 }
 
-/// The option of a key. Keys of other connectors have none; a key that begins like an option, or nearly is one, is refused.
+/// Returns the option of a key, or `None` for a key of another connector. Fails for a key that begins like an
+/// option, or nearly is one.
 pub fn check_key(key: &str) -> Result<Option<&'static EngineOption>, OptionError> {
     let Some(name) = key.strip_prefix(PREFIX) else {
         return if is_nearly_ours(key) { Err(OptionError::Unknown(key.to_owned())) } else { Ok(None) };
@@ -119,7 +120,7 @@ pub fn check_key(key: &str) -> Result<Option<&'static EngineOption>, OptionError
     known.map_or_else(|| Err(OptionError::Unknown(key.to_owned())), |option| Ok(Some(option)))
 }
 
-/// Whether a key without the prefix can only be a misspelt one: `pilion.mode`, `Pillion.mode`, `pillion_mode`.
+/// True if a key without the prefix must be a misspelt one: `pilion.mode`, `Pillion.mode`, `pillion_mode`.
 fn is_nearly_ours(key: &str) -> bool {
     let key = key.to_lowercase();
     OPTIONS.iter().any(|option| {
@@ -145,7 +146,7 @@ fn differing_letters(one: &str, other: &str) -> usize {
 // === impl EngineOption ===
 
 impl EngineOption {
-    /// Refuses a value the option may not have. `shown`: the value as the user's language writes it.
+    /// Fails for a value that the option may not have. `shown`: the value as the user's language writes it.
     pub fn check_value(&self, value: &GivenValue, shown: impl FnOnce() -> String) -> Result<(), OptionError> {
         if self.values.admits_value(value) {
             return Ok(());
@@ -168,7 +169,7 @@ impl fmt::Display for DefaultValue {
 // === impl Values ===
 
 impl Values {
-    /// The rule in words.
+    /// Returns the rule of valid values in words.
     pub fn rule(&self) -> String {
         match self {
             Self::OneOf(words) => format!("one of {}", words.join(", ")),

@@ -50,7 +50,8 @@ fn the_sidecar_is_told_of_each_output_that_vllm_takes() {
     assert_eq!((engine.sidecar().accepted.clone(), engine.voided()), (vec![step.step], 0));
 }
 
-/// The sidecar learns of it by the next output taken. Nothing of that later step is void: it has computed another prompt.
+/// The sidecar learns of it with the next taken output. The later step stays valid: it has computed another
+/// prompt.
 #[test]
 fn a_step_that_is_passed_over_is_counted() {
     let mut engine = engine();
@@ -68,7 +69,8 @@ fn a_step_that_is_passed_over_is_counted() {
     assert!(!keeps_another_block(&mut engine, passed));
 }
 
-/// Its output may have told the end of a load. Later steps name it to the ranks until the engine has taken the output of one.
+/// Its output may have reported the end of a load. Later steps name it to the ranks until the engine has
+/// taken the output of one.
 #[test]
 fn a_step_without_tokens_may_be_passed_over() {
     let mut engine = engine();
@@ -86,7 +88,7 @@ fn a_step_without_tokens_may_be_passed_over() {
     assert_eq!(engine.idle().passed, [0_u64; 0]);
 }
 
-/// Also if the request goes on: its blocks saved by the next step are void.
+/// It is in doubt even if it goes on: its blocks saved by the next step are void.
 #[test]
 fn a_request_of_a_step_that_is_passed_over_is_in_doubt() {
     let mut engine = engine();
@@ -184,7 +186,7 @@ fn what_an_ended_request_computed_upon_a_passed_step_is_not_kept() {
     assert!(!keeps_another_block(&mut engine, other));
 }
 
-/// Such as a block of a request preempted in the same schedule() as its blocks were listed.
+/// An example is a block of a request preempted in the same schedule() that listed its blocks.
 #[test]
 fn a_block_that_no_step_filled_is_not_kept() {
     let mut engine = engine();
@@ -217,7 +219,7 @@ fn a_block_is_proven_under_one_key() {
     assert_eq!(engine.take_saves(), []);
 }
 
-/// After a preemption, from the first unproven block on.
+/// The request saves its blocks again after a preemption, from the first unproven block on.
 #[test]
 fn a_request_that_computes_everything_again_is_kept() {
     let mut engine = engine();
@@ -246,7 +248,7 @@ fn nothing_is_promised_of_a_request_in_doubt() {
     assert_eq!(promised(&mut engine), 2);
 }
 
-/// Until the engine takes one again. The policy says it once.
+/// The policy says it once. It ends when the engine takes an output again.
 #[test]
 fn an_engine_whose_outputs_nobody_takes_keeps_and_promises_nothing() {
     let mut engine = engine();

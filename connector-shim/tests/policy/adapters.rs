@@ -52,7 +52,8 @@ fn a_log_has_keys_of_one_fold() {
     assert_eq!(engine.sidecar().closed, [0]);
 }
 
-/// Then the request goes without the cache; its computed blocks are saved once the digest is there.
+/// After this wait the request goes without the cache; its computed blocks are saved once the digest is
+/// there.
 #[test]
 fn a_digest_is_waited_for_a_moment() {
     let (mut engine, request) = with_adapter(Adapter::Undigested);
@@ -80,7 +81,7 @@ fn an_adapter_is_looked_at_again_in_the_step_in_which_ranks_load_it() {
     assert_eq!(engine.take_saves(), []);
 }
 
-/// At once.
+/// Such a request is answered at once.
 #[test]
 fn an_adapter_without_the_cache() {
     let (mut engine, request) = with_adapter(Adapter::Unknown);

@@ -17,7 +17,7 @@ fn checking() -> Engine {
     finding(Setup::checking(100))
 }
 
-/// Exactly the blocks found and not loaded; the blocks behind them are saved as ever.
+/// The check computes exactly the blocks found and not loaded; the blocks behind them are saved as ever.
 #[test]
 fn the_end_of_a_hit_is_computed_and_compared() {
     let mut engine = checking();
@@ -85,7 +85,7 @@ fn after_a_difference_no_block_of_before_is_found_or_kept() {
     assert_eq!(engine.ask(another), Some(0), "in doubt");
 }
 
-/// Then nothing is loaded.
+/// Nothing of it is loaded.
 #[test]
 fn a_short_hit_is_computed_wholly() {
     let mut engine = checking();
@@ -97,7 +97,7 @@ fn a_short_hit_is_computed_wholly() {
     assert_eq!(engine.take_saves(), [(0, 3, vec![4, 5])]);
 }
 
-/// It had no blocks for the request.
+/// The engine had no blocks for the request at its first question.
 #[test]
 fn vllm_may_ask_again() {
     let mut engine = checking();
@@ -107,7 +107,7 @@ fn vllm_may_ask_again() {
     assert_eq!(engine.ask(other), Some(7 * BLOCK_TOKENS), "one check at a time");
 }
 
-/// Then the blocks proven right before may be wrong.
+/// The weights may differ from then on, so blocks proven before may be wrong.
 #[test]
 fn after_a_verdict_hits_are_whole_until_the_weights_may_have_changed() {
     let mut engine = checking();
@@ -127,7 +127,7 @@ fn after_a_verdict_hits_are_whole_until_the_weights_may_have_changed() {
     assert_eq!(next(&mut engine), Some(3 * BLOCK_TOKENS));
 }
 
-/// Blocks on their way; requests with a failed load; and nothing at all unless it is asked for.
+/// Not compared are blocks on their way, requests with a failed load, and all blocks if checks are off.
 #[test]
 fn what_is_not_compared() {
     let mut setup = Setup::checking(100);

@@ -11,7 +11,7 @@ fn telling() -> Engine {
     setup.engine()
 }
 
-/// By the last request to save them, while it is known.
+/// Announced by the last request that saved them, while the request is known.
 #[test]
 fn saved_blocks_are_told_of_by_their_request() {
     let mut engine = telling();
@@ -26,7 +26,7 @@ fn saved_blocks_are_told_of_by_their_request() {
     assert!(engine.policy.lingers(engine.time), "the ends of its saves are told of");
 }
 
-/// The session tells of all blocks again then.
+/// The session then asks for all blocks again.
 #[test]
 fn what_was_cleared_is_asked_for_again() {
     let mut engine = telling();

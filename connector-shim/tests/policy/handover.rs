@@ -39,7 +39,7 @@ fn fill_last_block(engine: &mut Engine, request: RequestId) {
     engine[request].keys.push(key(200));
 }
 
-/// In parts; and its end says so.
+/// The prompt is saved in parts, and the end of the request states the saved tokens.
 #[test]
 fn a_prompt_for_another_engine_is_offered_with_what_was_found_in_the_step_that_may_be_its_last() {
     let mut engine = Engine::new();
@@ -57,7 +57,7 @@ fn a_prompt_for_another_engine_is_offered_with_what_was_found_in_the_step_that_m
     assert_eq!((handed_over, hold), (None, vec![]));
 }
 
-/// Also where nothing is loaded; where nothing is saved, nobody may wait for it.
+/// It promises even if it loads nothing. An engine that saves nothing promises nothing.
 #[test]
 fn who_saves_promises_a_prompt_as_soon_as_it_arrives() {
     for (loads, saves) in [(true, true), (false, true), (true, false)] {
@@ -105,7 +105,8 @@ fn who_goes_on_with_a_prompt_has_one_token_to_compute() {
     assert_eq!(saves.last(), Some(&(3, 9)), "the full block, and what was kept before not again");
 }
 
-/// The tail lacks tokens of the block filled by the request meanwhile; also where nothing is saved.
+/// The tail lacks tokens of the block filled by the request meanwhile. The same holds for an engine that
+/// saves nothing.
 #[test]
 fn a_tail_is_not_asked_for_as_the_whole_block_after_a_preemption() {
     for saves in [true, false] {
@@ -127,7 +128,7 @@ fn a_tail_is_not_asked_for_as_the_whole_block_after_a_preemption() {
     }
 }
 
-/// Also where the prompt ends on a block's boundary, so its log goes on.
+/// The prompt may also end on a block's boundary: its log then goes on.
 #[test]
 fn nobody_is_awaited_for_blocks_of_an_answer_after_a_preemption() {
     let mut engine = Setup::on_gpu().engine();
@@ -154,7 +155,7 @@ fn nobody_is_awaited_for_blocks_of_an_answer_after_a_preemption() {
     assert_eq!(engine.sidecar().lingered.len(), 1);
 }
 
-/// Also where the first token fills the block.
+/// The first token may also fill the block.
 #[test]
 fn who_goes_on_behind_a_first_token_has_the_same_tail() {
     let mut engine = Setup::on_gpu().engine();
@@ -228,7 +229,7 @@ fn a_tail_is_not_compared() {
     assert_eq!(checked, [(kept, 4)]);
 }
 
-/// An engine in doubt compares the end of its hit alone.
+/// An engine in doubt compares only the end of its hit.
 #[test]
 fn a_handed_over_prompt_is_not_computed_again() {
     let mut engine = Setup::checking(4).engine();
@@ -259,7 +260,7 @@ fn the_block_of_a_tail_is_saved_again_once_it_is_full() {
     assert_eq!(engine.take_saves(), [(1, 9, vec![10])]);
 }
 
-/// Also without a sidecar.
+/// The same holds without a sidecar.
 #[test]
 fn who_is_aborted_or_has_saved_nothing_sends_nobody_to_wait() {
     let mut engine = Engine::new();
@@ -271,7 +272,7 @@ fn who_is_aborted_or_has_saved_nothing_sends_nobody_to_wait() {
     assert_eq!(engine.finish(alone).handed_over, Some(0));
 }
 
-/// A request without a router's words.
+/// A request without the router's parameters.
 #[test]
 fn what_is_no_request_for_a_handover_is_none() {
     let mut engine = Engine::new();

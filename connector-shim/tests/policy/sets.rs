@@ -75,7 +75,7 @@ fn the_blocks_dropped_for_a_drafter_are_not_loaded() {
     }
 }
 
-/// The engine asks again.
+/// The engine asks again until the group has answered.
 #[test]
 fn a_set_waits_for_its_last_group() {
     let mut engine = engine();

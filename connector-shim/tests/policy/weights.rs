@@ -26,7 +26,8 @@ fn a_session_that_goes_on_in_a_block_of_before_keeps_nothing_of_it() {
     assert_eq!(engine.take_saves().len(), 1, "what begins anew is kept");
 }
 
-/// Not even if it is found in the engine's own cache; KV computed afterwards is kept, once the session is bound again.
+/// The block is not kept even if it is found in the engine's own cache. KV computed afterwards is kept, once
+/// the session is bound again.
 #[test]
 fn what_was_computed_before_is_not_kept() {
     let mut engine = Engine::new();
@@ -73,7 +74,7 @@ fn an_image_of_before_is_not_kept_with_the_new_weights() {
     }
 }
 
-/// They are not lost, in any namespace: ranks have looked before they computed.
+/// The blocks are not lost, in any namespace: ranks have looked before they computed.
 #[test]
 fn saves_wait_for_the_binding() {
     for namespace in [HERE, ELSEWHERE] {
@@ -103,7 +104,7 @@ fn the_first_connection_is_bound_later() {
     assert_eq!(engine.voided(), 0);
 }
 
-/// Nothing is asked for and nothing saved until it ends, and then nothing of it.
+/// Nothing is asked for or saved until the update ends, and later nothing computed during it.
 #[test]
 fn an_update_that_goes_on() {
     let mut engine = Engine::new();

@@ -5,19 +5,19 @@ use super::OptionError;
 /// An engine's settings, for its options to fit.
 #[derive(Clone, Copy, Debug)]
 pub struct EngineSettings {
-    /// Blocks are loaded.
+    /// True if the engine loads blocks.
     pub loads: bool,
-    /// `load` is `sync`.
+    /// True if `load` is `sync`.
     pub sync: bool,
-    /// `strict_tokens` is given.
+    /// True if `strict_tokens` is given.
     pub strict: bool,
-    /// There are several cache groups.
+    /// True if there are several cache groups.
     pub several: bool,
-    /// A failed load ends no request: it is computed.
+    /// True if a failed load ends no request: the engine computes it.
     pub recomputes: bool,
-    /// A step may wait for a load.
+    /// True if a step may wait for a load.
     pub waits: bool,
-    /// KV is in GPU memory.
+    /// True if KV is in GPU memory.
     pub on_gpu: bool,
 }
 

@@ -33,7 +33,7 @@ const PART_BYTES: u64 = 16 << 20;
 const HOST_PART_BYTES: u64 = 4 << 20;
 
 shm_protocol::named! {
-    /// How an engine is to load.
+    /// The engine's mode of loading.
     #[derive(Default)]
     pub enum LoadMode {
         /// A step waits for short copies, and for any where nothing else runs.
@@ -49,19 +49,19 @@ shm_protocol::named! {
 /// The facts of an engine for the pace of its loads.
 #[derive(Copy, Clone, Debug, Default)]
 pub struct Machine {
-    /// How it is to load.
+    /// The mode of its loads.
     pub load: LoadMode,
     /// A step may wait for a load. Before a step begins, the engine's prefix cache has the hashes of the blocks it loads and computes, and
     /// the step behind it may be in flight. Both would outlast a failed load: if its request is aborted or preempted, nobody computes those
     /// blocks again. On a GPU with copies by the sidecar, the engine's stream goes on over whole loads alone.
     pub waits: bool,
-    /// KV lies in a GPU's memory.
+    /// True if KV lies in a GPU's memory.
     pub on_gpu: bool,
-    /// Its ranks copy loads themselves.
+    /// True if its ranks copy loads themselves.
     pub by_engine: bool,
-    /// It decodes prompts computed by other engines.
+    /// True if it decodes prompts computed by other engines.
     pub consumer: bool,
-    /// The engine computes a request after its load has failed.
+    /// True if the engine computes a request after its load has failed.
     pub recomputes: bool,
     /// The longest predicted copy, in ms, a step waits for beside other requests.
     pub sync_ms: Option<u64>,
@@ -73,13 +73,13 @@ pub struct Machine {
 #[derive(Debug)]
 pub(super) struct Pacing {
     load: LoadMode,
-    /// Whether a step may wait for a load ([`Machine::waits`]).
+    /// True if a step may wait for a load ([`Machine::waits`]).
     may_wait: bool,
     /// The most blocks loaded synchronously by [`LoadMode::Auto`] beside other requests.
     sync_blocks: u32,
     /// With more blocks of synchronous loads than this, a step takes no further load of the kind.
     step_blocks_max: u32,
-    /// Nothing was computed in the last step, and nothing is to be in this one so far.
+    /// True if nothing was computed in the last step, and nothing is to be in this one so far.
     idle: bool,
     /// Blocks of this step's synchronous loads, and new tokens of its requests, so far.
     step_blocks: u32,
@@ -106,7 +106,8 @@ impl Machine {
         u32::try_from(bytes.div_ceil(self.block_bytes.max(1))).unwrap_or(u32::MAX)
     }
 
-    /// Blocks of a part of a load; 0: nothing is loaded while blocks are on their way, because it could not be, or must not fail.
+    /// Blocks in a part of a load. 0: loads wait until all blocks are there, because the engine cannot load
+    /// in parts, or a load must not fail.
     pub fn part_blocks(&self) -> u32 {
         let may_fail = self.load != LoadMode::Sync && self.recomputes;
         if may_fail && !self.by_engine { self.blocks_of_part() } else { 0 }
@@ -135,12 +136,13 @@ impl Pacing {
         }
     }
 
-    /// Ranks copy for themselves although the sidecar was to: their loads can fail.
+    /// Notes that ranks copy loads themselves, although the sidecar was to: their loads can fail.
     pub(super) fn ranks_copy(&mut self) {
         self.may_wait = false;
     }
 
-    /// Whether a step waits for a load of so many blocks, `alone`: beside no other request. None: not in this step.
+    /// True if a step waits for a load of so many blocks. `alone`: no other request is computed beside it.
+    /// `None`: not in this step.
     pub(super) fn synchronous(&self, blocks: u32, alone: bool) -> Option<bool> {
         let too_long = self.load == LoadMode::Auto && blocks > self.sync_blocks && !alone;
         if !self.may_wait || self.load == LoadMode::Async || too_long {
@@ -154,7 +156,7 @@ impl Pacing {
         if put_off { None } else { Some(false) }
     }
 
-    /// How long this step may wait for another engine: once, and only where nothing waits for the step.
+    /// The longest wait of this step for another engine: only once, and only if nothing waits for the step.
     pub(super) fn linger(&mut self) -> Option<Duration> {
         if !self.idle || !self.background.is_empty() {
             return None;
@@ -163,12 +165,12 @@ impl Pacing {
         Some(LINGER)
     }
 
-    /// A request was given memory in this step.
+    /// Notes that a request was given memory in this step.
     pub(super) fn take_in(&mut self) {
         self.idle = false;
     }
 
-    /// A load begins; with `sync` its request is computed in this step.
+    /// Notes the begin of a load; with `sync` its request is computed in this step.
     pub(super) fn begin_load(&mut self, id: RequestId, blocks: u32, new_tokens: u32, sync: bool) {
         if sync {
             self.step_blocks += blocks;
@@ -178,19 +180,19 @@ impl Pacing {
         }
     }
 
-    /// A request without a load, perhaps any more, is computed in this step.
+    /// Notes that a request without a load (any more) is computed in this step.
     pub(super) fn compute(&mut self, id: RequestId, new_tokens: u32) {
         if self.background.remove(&id) {
             self.step_tokens += new_tokens;
         }
     }
 
-    /// The next step has taken in nothing; `idle`: neither had this one.
+    /// Begins the next step, without requests. `idle`: this step computed nothing.
     pub(super) fn end_step(&mut self, idle: bool) {
         (self.step_blocks, self.step_tokens, self.idle) = (0, 0, idle);
     }
 
-    /// The request is over.
+    /// Forgets a request that is over.
     pub(super) fn forget_request(&mut self, id: RequestId) {
         self.background.remove(&id);
     }

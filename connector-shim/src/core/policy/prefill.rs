@@ -1,4 +1,5 @@
-//! How fast the engine computes prompts: a line through the times of its steps, by the positions of their tokens.
+//! The engine's rate of computing prompts: a line fitted to the times of its steps, by the positions of their
+//! tokens.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -6,24 +7,26 @@ use std::time::Instant;
 
 use shm_protocol::prefill::PrefillRate;
 
-/// Tokens of a telling step: its other costs count little.
+/// Least tokens of a step that counts: with fewer, its other costs weigh too much.
 const TOKENS_MIN: u32 = 256;
-/// Such steps before the rate is known.
+/// Number of such steps before the rate is known.
 const STEPS_MIN: u32 = 4;
-/// The weight of a step one step later: the last 30 or so decide, and the rate follows the load.
+/// The weight of a step after one more step: about the last 30 steps decide, and the rate follows the load.
 const FADE: f64 = 0.97;
-/// A step counts as so many times faster or slower than foreseen at most: a stall is no rate.
+/// A step's time counts as at most this many times longer or shorter than predicted: a stall does not change
+/// the rate.
 const OUTLIER: f64 = 2.0;
-/// The slope is taken where it explains the times better than chance does: the square of three standard errors.
+/// The slope is used if it explains the times better than chance: the square of three standard errors.
 const SIGNIFICANT: f64 = 9.0;
-/// Steps without an output at most.
+/// The most steps without an output.
 const OPEN_MAX: usize = 64;
 
 /// The steps seen, and the line through them.
 #[derive(Debug, Default)]
 pub(super) struct PrefillFit {
     open: VecDeque<TimedStep>,
-    /// When the output before was taken: the next step's time begins there, if it had been scheduled by then.
+    /// Time at which the last output was taken. The next step's time begins there, if that step had been
+    /// scheduled by then.
     taken: Option<Instant>,
     sums: Sums,
     seen: u32,
@@ -34,7 +37,7 @@ pub(super) struct PrefillFit {
 struct TimedStep {
     number: u64,
     begun: Instant,
-    /// Tokens, and the sum of their positions. None: its time says nothing of tokens.
+    /// Tokens, and the sum of their positions. `None`: the step's time does not count.
     computed: Option<(f64, f64)>,
 }
 
@@ -53,7 +56,8 @@ struct Sums {
 // === impl PrefillFit ===
 
 impl PrefillFit {
-    /// A step is scheduled, to compute these parts of prompts. `waits`: for something else, too.
+    /// Notes that a step is scheduled, to compute these parts of prompts. `waits`: it also waits for
+    /// something else, so its time does not count.
     pub(super) fn schedule_step(
         &mut self,
         number: u64,
@@ -74,13 +78,13 @@ impl PrefillFit {
         self.open.push_back(TimedStep { number, begun, computed });
     }
 
-    /// The engine has taken a step's output. Returns the rate, if it is another one now.
+    /// Notes that the engine has taken a step's output. Returns the rate, if it has changed.
     pub(super) fn take_output(&mut self, number: u64, now: Instant) -> Option<PrefillRate> {
         let before = self.taken.replace(now);
         let passed = self.open.iter().take_while(|step| step.number < number).count();
         self.open.drain(..passed);
         let step = self.open.pop_front_if(|step| step.number == number)?;
-        // This time includes those of passed-over steps.
+        // This time includes the time of passed-over steps.
         let (tokens, positions) = step.computed.filter(|_| passed == 0)?;
         let begun = before.map_or(step.begun, |before| before.max(step.begun));
         let mut time = now.saturating_duration_since(begun).as_nanos() as f64;
@@ -111,7 +115,7 @@ impl Sums {
         }
     }
 
-    /// The line with the least squares of its errors; a flat one, where another one explains hardly more.
+    /// The line with the least squares of its errors; flat if a slope explains hardly more.
     fn line(&self) -> (f64, f64) {
         let Self { count, nn, np, pp, nt, pt, tt } = *self;
         let flat = nt / nn;

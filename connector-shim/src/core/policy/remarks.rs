@@ -7,28 +7,28 @@ use super::requests::RequestId;
 pub enum Remark {
     /// The engine reported no output of the last steps, so nothing is kept until it does.
     Stalled {
-        /// How many steps.
+        /// Number of steps.
         steps: u64,
     },
     /// The engine took the output of no step of some before `step`.
     PassedOver {
-        /// How many.
+        /// Number of steps.
         steps: u64,
         /// The step with the taken output.
         step: u64,
     },
-    /// The engine's own cache has given a request blocks not filled by any accepted step. Said once.
+    /// The engine's own cache has given a request blocks that no accepted step has filled. Said once.
     Unproven {
-        /// How many.
+        /// Number of blocks.
         blocks: u64,
         /// The request.
         request: RequestId,
     },
     /// Loads of blocks have failed.
     NotLoaded {
-        /// How many blocks.
+        /// Number of blocks.
         blocks: u64,
     },
-    /// The ranks compute with something else than before, although nothing was seen to change it.
+    /// The namespace of the ranks has changed, although no change of the weights was noticed.
     Changed,
 }

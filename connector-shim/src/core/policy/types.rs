@@ -21,15 +21,17 @@ pub struct PolicyOptions {
     pub saves: bool,
     /// How often hits are checked.
     pub checks: CheckRate,
-    /// The most tokens to compute of a prompt another engine should have handed over: a request with more ends. None: no limit.
+    /// The most tokens that this engine may compute of a prompt that another engine should have handed over:
+    /// a request with more ends. `None`: no limit.
     pub strict_tokens: Option<u32>,
-    /// The engine takes each hit of its own cache to be a block shorter than it is, for a drafter.
+    /// True if the engine shortens each hit of its own cache by a block, for a drafter.
     pub drops_last_block: bool,
     /// The most tokens of a decoding request computed in a step.
     pub tokens_per_step: u32,
     /// Another connector loads blocks, too.
     pub beside_others: bool,
-    /// Routers are told of blocks, by hashes of this algorithm; an inner none: the algorithm is not known here.
+    /// The hash algorithm of block announcements to routers; `None`: no announcements; an inner `None`: an
+    /// unknown algorithm.
     pub events: Option<Option<Algorithm>>,
 }
 
@@ -131,18 +133,18 @@ pub struct RequestLoad {
     pub request: RequestId,
     /// The copies: slots of the cache, and blocks of the engine.
     pub plan: Plan,
-    /// Whether the step waits for it.
+    /// True if the step waits for it.
     pub sync: bool,
 }
 
-/// A load with its lease lost before it could be planned: ranks report it as failed.
+/// A load that lost its lease before it could be planned: ranks report it as failed.
 #[derive(Clone, Debug)]
 pub struct LostLoad {
     /// The request.
     pub request: RequestId,
     /// The blocks not loaded.
     pub blocks: Vec<u32>,
-    /// Whether the step would have waited for it.
+    /// True if the step would have waited for it.
     pub sync: bool,
 }
 
@@ -153,7 +155,7 @@ pub struct StepPart {
     pub loads: Vec<RequestLoad>,
     /// Loads to report as failed.
     pub lost: Vec<LostLoad>,
-    /// The sidecar waits for the step's fences.
+    /// True if the sidecar waits for the step's fences.
     pub urgent: bool,
 }
 
@@ -164,9 +166,10 @@ pub struct PlannedStep {
     pub step: u64,
     /// Parts of the step, by group.
     pub parts: Vec<StepPart>,
-    /// The last block of a synchronous load is partly full: the step itself writes behind its loaded part.
+    /// True if the last block of a synchronous load is partly full: the step itself writes behind its loaded
+    /// part.
     pub fills_tail: bool,
-    /// The output of this step, or of an earlier one, is waited for.
+    /// True if a session waits for the output of this step, or of an earlier one.
     pub asks: bool,
     /// Earlier steps with loads perhaps not begun by all ranks.
     pub open_loads: Vec<u64>,
@@ -179,7 +182,7 @@ pub struct PlannedStep {
 /// The end of a request.
 #[derive(Clone, Debug, Default)]
 pub struct EndedRequest {
-    /// Another engine goes on with it: so many tokens of its prompt are kept for the other engine.
+    /// Tokens of its prompt kept for another engine that goes on with it; `None`: no engine does.
     pub handed_over: Option<u32>,
     /// Blocks to hold until they are saved, as far as the engine can ([`EnginePolicy::held`]).
     pub hold: Vec<u32>,
@@ -188,7 +191,7 @@ pub struct EndedRequest {
 // === impl Changes ===
 
 impl Changes {
-    /// Whether the step has the state's block in a table of another request, or of another group.
+    /// True if the step has the state's block in a table of another request, or of another group.
     pub(super) fn gives_away(&self, state: &OfferedState) -> bool {
         let begun = self.begun.iter().map(|begun| (begun.request, &begun.blocks));
         let mut tables = begun.chain(self.grown.iter().map(|(request, blocks)| (*request, blocks)));
@@ -204,7 +207,7 @@ impl Changes {
 // === impl PolicyWait ===
 
 impl PolicyWait {
-    /// How long a host may wait at most, if there is a limit.
+    /// The longest wait, if there is a limit.
     pub fn within(&self) -> Option<Duration> {
         if let Self::Linger { within, .. } = self { Some(*within) } else { None }
     }
@@ -219,8 +222,9 @@ impl PlannedStep {
     }
 }
 
-/// A number for a way in which answers end, never 0, from the engine's number of the reason and the last two tokens of an answer that the
-/// model ended: a call of a tool ends otherwise than a sentence. The sidecar learns which ways come back soon.
+/// Returns a number, never 0, for the way in which an answer ended. It is made from the engine's number of
+/// the reason, and from the last two tokens if the model ended the answer: a call of a tool ends otherwise
+/// than a sentence. From these numbers the sidecar learns which requests come back soon.
 pub fn way_of_end(reason: u32, tokens: &[u32]) -> u32 {
     let words = [reason].into_iter().chain(tokens.iter().copied());
     let digest = words.fold(FNV_BASIS, |digest, word| (digest ^ word).wrapping_mul(FNV_PRIME));

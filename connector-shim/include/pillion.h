@@ -12,7 +12,7 @@
  * handle returns PILLION_STATUS_BUSY; only freeing a handle during another thread's call is undefined. Different handles
  * are independent. A forked child may free its parent's handles, and use them for nothing else.
  *
- * Memory. Arguments must stay unchanged until the call returns; Pillion keeps no pointer to them. Results belong to the
+ * Memory. Arguments must stay unchanged until the call returns; Pillion does not keep them. Results belong to the
  * handle and are valid until the next call with that handle. Free each handle by its _free call. A pointer for a result may
  * point at uninitialised memory; a failed call leaves that memory as it is.
  *
@@ -356,7 +356,7 @@ typedef struct PillionSchedulerOptions {
    */
   struct PillionRun run;
   /**
-   * The total wait of all queries of one step, in microseconds, at most 10,000,000; usually 2,000.
+   * The longest total wait of all queries of one step, in microseconds, at most 10,000,000; usually 2,000.
    */
   uint64_t query_budget_us;
   /**

@@ -37,7 +37,7 @@ pub struct SchedulerOptions {
     pub world_size: u32,
     /// This run of the engine.
     pub run: Run,
-    /// The total wait of all queries of one step, in microseconds, at most 10,000,000; usually 2,000.
+    /// The longest total wait of all queries of one step, in microseconds, at most 10,000,000; usually 2,000.
     pub query_budget_us: u64,
     /// True if the sidecar writes loaded blocks into the engine's memory; false if the workers copy them. The
     /// same as in PillionWorkerOptions.

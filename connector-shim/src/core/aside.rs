@@ -155,7 +155,7 @@ mod tests {
         step.parts.iter().map(|part| part.lost.iter().map(told).collect()).collect()
     }
 
-    /// Null blocks are none, and blocks for another connector's load are not told.
+    /// Null blocks, and blocks for another connector's load, are not reported.
     #[test]
     fn loads_counted_on_are_reported_as_failed_once() {
         let mut aside = Aside::new(vec![16, 32]);

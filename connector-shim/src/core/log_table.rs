@@ -25,7 +25,7 @@ pub(crate) struct RequestLog {
     pub(crate) awaits: bool,
     /// Another engine will load its keys.
     pub(crate) handover: bool,
-    /// The sidecar is told, with its keys, that this engine will produce them.
+    /// The keys are posted with this engine's promise to produce them.
     pub(crate) promised: bool,
     /// The log ends with the key of a prompt's tail: further appends are refused.
     pub(crate) tail: bool,

@@ -166,7 +166,7 @@ mod tests {
         assert!(loads.has_ended() && !loads.is_loading(0));
         assert_eq!((loads.take_ended(), loads.take_failed_blocks()), (names(["a"]), set([5])));
         assert_eq!((loads.take_ended(), loads.take_failed_blocks()), (names([]), set([])));
-        // An end that nobody waits for, such as one of an earlier connection.
+        // An end without a waiting request, such as one of an earlier connection.
         loads.end_load(0, 2, vec![6]);
         assert_eq!((loads.take_ended(), loads.take_failed_blocks()), (names([]), set([])));
     }
@@ -207,7 +207,7 @@ mod tests {
         loads.fail_blocks(vec![8]);
         assert_eq!((loads.take_ended(), loads.take_failed_blocks()), (names(["a"]), set([7, 8])));
         loads.begin_step(2, &[1]);
-        // Step 2 tells nothing: it raises.
+        // Step 2 reports nothing: it raises.
         loads.begin_step(3, &[1]);
         assert_eq!((loads.take_ended(), loads.take_failed_blocks()), (names(["a"]), set([7])));
         loads.begin_step(4, &[1]);

@@ -102,7 +102,7 @@ mod tests {
         reports.begin_step(2, &[1]);
         assert_eq!(tell_ended(&mut reports, &["b"]), ended(&["a", "b"]));
         assert_eq!(reports.tell_reports(Vec::new(), is_block), blocks);
-        // Step 1 is named a second time, and step 2 has told both reports, too.
+        // Step 1 is passed over a second time, and step 2 has both reports, too.
         reports.begin_step(3, &[1, 2]);
         assert_eq!(tell_ended(&mut reports, &[]), ended(&["a", "b"]));
         reports.begin_step(4, &[]);

@@ -56,7 +56,7 @@ pub(super) struct PyPolicy {
     loss: Loss,
     /// Those of an engine that loads.
     records: Option<GuardedSession<RequestRecords>>,
-    /// Warnings of the start, still to be told.
+    /// Warnings of the start, not yet handed over.
     said: Mutex<Vec<String>>,
 }
 

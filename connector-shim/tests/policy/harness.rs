@@ -324,7 +324,7 @@ impl Engine {
         }
     }
 
-    /// The request is over, in a way that is not told.
+    /// The request is over, in an unknown way.
     pub(crate) fn finish(&mut self, id: RequestId) -> EndedRequest {
         self.finish_in(id, 0)
     }

@@ -80,7 +80,7 @@ impl Queue {
         (computed, background)
     }
 
-    /// Steps until nobody waits.
+    /// Steps until no request waits.
     fn all_steps(&mut self) -> Vec<Taken> {
         let mut steps = Vec::new();
         while !(self.waiting.is_empty() && self.loading.is_empty()) {

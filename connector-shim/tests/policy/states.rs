@@ -120,7 +120,7 @@ fn a_state_is_loaded_where_the_engine_reads_it() {
     assert!(step.parts.iter().all(|part| part.loads.is_empty() && !part.lost.is_empty()), "{step:?}");
 }
 
-/// By the engine's word of the block and the boundary; the places of its table hold other blocks by then.
+/// The engine names the block and the boundary of each state; its table may hold other blocks by then.
 #[test]
 fn offered_states_are_saved_and_no_other_ones() {
     let mut engine = setup().engine();

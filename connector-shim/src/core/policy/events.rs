@@ -29,7 +29,7 @@ pub struct KvEvent {
     pub change: EventChange,
 }
 
-/// The change told by an event.
+/// The change of an event's blocks.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub enum EventChange {
     /// Blocks of a request can be found.

@@ -65,7 +65,7 @@ mod tests {
         let mut seen = SeenTurns::default();
         let stands =
             |seen: &mut SeenTurns, looks: u32, may_wait| (0..looks).any(|_| seen.take_look(7, may_wait));
-        assert!(!stands(&mut seen, 3 * LOOKS_MAX, false), "nothing is parked");
+        assert!(!stands(&mut seen, 3 * LOOKS_MAX, false), "no stream waits");
         assert!(!stands(&mut seen, LOOKS_MAX - 1, true));
         assert!(!seen.take_look(8, true), "it came back");
         assert!(!stands(&mut seen, LOOKS_MAX, true), "the first look saw it move");

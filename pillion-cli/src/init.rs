@@ -1,12 +1,18 @@
 //! `pillion serve` as process 1 of a container: a minimal init, with the sidecar as its child.
 //!
-//! CUDA cannot open another process's memory where the two have the same process id, each in its own namespace. In
-//! containers of one process each, engine and sidecar are both process 1 (docs/decisions/0006). So process 1 starts the
-//! sidecar once more below itself, hands it SIGTERM and SIGINT, reaps, and ends as it ended.
+//! CUDA cannot open the memory of another process if both have the same process id, each in its own PID
+//! namespace. In containers of one process each, engine and sidecar would both be process 1, and the sidecar
+//! could not open the engine's GPU memory (docs/decisions/0006). Therefore process 1 does not serve. It runs
+//! its own program as a child with another process id: this child is the sidecar. Process 1 passes SIGTERM
+//! and SIGINT on to the child, reaps ended processes, and ends with the exit status of the child.
 //!
-//! Once a sidecar has served, process 1 starts a failed one again, however often: if the container ended,
-//! Kubernetes would send the pod no requests until the container's next start, though its engine still
-//! serves.
+//! If a sidecar fails without such a signal, process 1 either ends too or starts the next sidecar:
+//!
+//! - As long as no sidecar has run for 5 s, process 1 ends too, so that a wrong option is noticed.
+//! - Once a sidecar has run for 5 s, process 1 starts the next one after every failure, without limit. The pause before a start
+//!   is 1 s, and doubles up to 10 s while sidecars fail within 5 s. If the container ended instead,
+//!   Kubernetes would delay its next start longer each time, and would send the pod no requests meanwhile,
+//!   though its engine still serves.
 
 use std::process::{Command, ExitCode};
 use std::time::{Duration, Instant};
@@ -21,17 +27,17 @@ use rustix::process::{Pid, WaitOptions, WaitStatus};
 /// Added to a signal's number to make an exit status, as shells and container runtimes do.
 const SIGNALLED: i32 = 128;
 
-/// A sidecar that ran this long had started. If the first one fails sooner, process 1 ends too: so a wrong
-/// option shows.
+/// A sidecar that has run for this long counts as started.
 const STARTED: Duration = Duration::from_secs(5);
-/// The pause before a new start; each failed start doubles it.
+/// The pause before the next start, after a sidecar that counts as started.
 const PAUSE_MIN: Duration = Duration::from_secs(1);
+/// The longest pause. Each sidecar that fails before it counts as started doubles the pause.
 const PAUSE_MAX: Duration = Duration::from_secs(10);
 
-/// Runs this command as a child, and returns its exit status after its last end.
+/// Runs this command as a child, again after failures, and returns the exit status of the last child.
 pub(crate) fn serve_as_child() -> anyhow::Result<ExitCode> {
-    // The signals are blocked before the child exists: so the end of a short-lived child waits to be read.
-    // The child starts without blocked signals.
+    // The signals are blocked before the child exists: even the SIGCHLD of a child that ends at once waits to
+    // be read. The child starts without blocked signals.
     let watched: SigSet = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGCHLD].into_iter().collect();
     watched.thread_block().context("cannot block signals")?;
     let signals = SignalFd::new(&watched).context("cannot watch signals")?;
@@ -61,14 +67,14 @@ pub(crate) fn serve_as_child() -> anyhow::Result<ExitCode> {
     }
 }
 
-/// Returns true if a signal ends the pause before the next start.
+/// Waits for the pause before the next start. Returns true if SIGTERM or SIGINT came meanwhile.
 fn is_told_to_end_within(pause: Duration, signals: &SignalFd) -> anyhow::Result<bool> {
     let until = now() + pause;
     loop {
         let left = Timespec::try_from(until.saturating_duration_since(now())).expect("a short time");
         match rustix::event::poll(&mut [PollFd::new(signals, PollFlags::IN)], Some(&left)) {
             Ok(0) => return Ok(false),
-            // The end of an orphan: `reap` takes it back when the next sidecar ends.
+            // An orphan has ended: `reap_children` takes it back when the next sidecar ends.
             Ok(_) if matches!(next(signals)?, None | Some(Signal::SIGCHLD)) => {}
             Ok(_) => return Ok(true),
             Err(Errno::INTR) => {}
@@ -82,7 +88,8 @@ fn now() -> Instant {
     Instant::now()
 }
 
-/// Waits for a child's end, and returns its exit status. Signals of the time until then go to the child.
+/// Waits for the end of the child, and returns its exit status. Passes SIGTERM and SIGINT on to the child
+/// until then.
 fn until_end(child: Pid, signals: &SignalFd, told_to_end: &mut bool) -> anyhow::Result<u8> {
     loop {
         match next(signals)? {
@@ -109,13 +116,13 @@ fn next(signals: &SignalFd) -> anyhow::Result<Option<Signal>> {
     }
 }
 
-/// In the child: asks the kernel to kill it when process 1 ends. Called before any second thread.
+/// Called in the child, before any second thread: asks the kernel to kill the child when process 1 ends.
 pub(crate) fn die_with_parent() -> anyhow::Result<()> {
     let kill = Some(rustix::process::Signal::KILL);
     rustix::process::set_parent_process_death_signal(kill).context("cannot follow process 1")
 }
 
-/// Takes back all processes that have ended, orphans too. Returns the status of `child` if it has ended.
+/// Reaps all processes that have ended, orphans too. Returns the status of `child` if it is among them.
 fn reap_children(child: Pid) -> Result<Option<WaitStatus>, Errno> {
     let mut ended = None;
     loop {
@@ -129,13 +136,14 @@ fn reap_children(child: Pid) -> Result<Option<WaitStatus>, Errno> {
     }
 }
 
-/// Sends a signal to a child. A child that has just ended ignores it; its end is read next.
+/// Sends a signal to the child. The signal has no effect on a child that has just ended; that end is read
+/// next.
 fn pass_on(child: Pid, signal: Signal) {
     let signal = match signal {
         Signal::SIGTERM => rustix::process::Signal::TERM,
         _ => rustix::process::Signal::INT,
     };
-    // The child is not reaped yet, so the number still belongs to it.
+    // The child is not reaped yet, so its process id is not used again.
     let _ = rustix::process::kill_process(child, signal);
 }
 

@@ -1,8 +1,14 @@
-//! A mapping of a file that other processes can cut, guarded so a loss does not end this process.
+//! A guard for the mapping of a file: if another process truncates the file, this process does not die.
 //!
-//! A touch of a mapped page beyond its file's end is a SIGBUS. The handler puts memory of this process in
-//! place of the whole mapping, zeros at first, and notes the loss; the touching thread goes on. The handler
-//! uses atomics and one system call, so it may run anywhere.
+//! A thread that touches a mapped page beyond the file's end gets SIGBUS. The handler notes the loss, and
+//! then puts private memory of this process, at first all zeros, in place of the whole mapping; the thread
+//! goes on. From then on every thread of this process uses that memory, in the lost page and in all others.
+//! Outside every guarded mapping, the process's earlier SIGBUS action applies.
+//!
+//! A reader asks [`Guard::is_whole`] after it has read its bytes: an answer of true says that none of them
+//! were such zeros. An answer before the reads proves nothing.
+//!
+//! The handler uses atomics and one system call, so it may interrupt any code.
 
 use std::os::fd::OwnedFd;
 use std::sync::OnceLock;
@@ -13,10 +19,10 @@ use rustix::mm::{MapFlags, ProtFlags};
 
 use super::extent::Extent;
 
-/// Most mappings guarded at once: a process has one pool; tests have some.
+/// Limit of mappings guarded at once. A process has one pool; a test process has several.
 const PLACES: usize = 64;
 static GUARDED: [GuardedRange; PLACES] = [const { GuardedRange::empty() }; PLACES];
-/// The process's earlier SIGBUS action: it gets the faults outside every guarded mapping.
+/// The process's earlier SIGBUS action, for faults outside every guarded mapping.
 static BEFORE: OnceLock<libc::sigaction> = OnceLock::new();
 
 /// A guarded range of addresses; empty while `end` is 0.
@@ -60,10 +66,10 @@ impl Guard {
         Ok(Self { place, extent: Extent::new(file, bytes as u64) })
     }
 
-    /// See [`super::Region::is_whole`].
+    /// Returns true if no byte was lost until now; see [`super::Region::is_whole`].
     pub(super) fn is_whole(&self) -> bool {
         let whole = self.extent.is_whole();
-        // SYNC POINT(lost): after the caller's reads; acquire pairs with the handler.
+        // SYNC POINT(lost): the caller has read its bytes before; acquire pairs with the handler's store.
         whole && !GUARDED[self.place].lost.load(Ordering::Acquire)
     }
 }
@@ -110,8 +116,9 @@ extern "C" fn on_sigbus(signal: libc::c_int, info: *mut libc::siginfo_t, _: *mut
         if at < start || at >= end {
             continue;
         }
-        // SYNC POINT(lost): stored before the memory is there, so a reader of that memory finds the loss in
-        // its later check.
+        // SYNC POINT(lost): stored before the zeros are in place. A reader of these zeros finds the loss when
+        // it asks after its reads. In the other order a reader could read zeros and then
+        // find no loss.
         place.lost.store(true, Ordering::SeqCst);
         let prot = ProtFlags::READ | ProtFlags::WRITE;
         let flags = MapFlags::PRIVATE | MapFlags::FIXED | MapFlags::NORESERVE;
@@ -122,8 +129,8 @@ extern "C" fn on_sigbus(signal: libc::c_int, info: *mut libc::siginfo_t, _: *mut
             return;
         }
     }
-    // No guarded mapping has the address: restore the earlier action. The touch is repeated and meets that
-    // action.
+    // The address is in no guarded mapping: the earlier action is restored. The thread repeats its touch, and
+    // that action handles the signal.
     if let Some(before) = BEFORE.get() {
         // SAFETY: the kernel gave `before` when the handler was installed.
         unsafe { libc::sigaction(signal, before, std::ptr::null_mut()) };

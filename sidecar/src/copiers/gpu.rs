@@ -2,14 +2,22 @@
 //!
 //! A load is enqueued in batches:
 //! `[wait go][wait gate][write STARTED][copies][write load word][write ENDED]`.
-//! The CPU stores `go` once all of it is enqueued: a started batch also ends, even if this process dies. The
-//! GPU itself checks the gate, so a frozen sidecar cannot write into blocks taken back by the engine. A batch
-//! behind a closed gate stays until the engine's process has ended: its rank is stuck. Other ranks go on,
-//! since every engine process has its own context ([`contexts`]).
 //!
-//! Ranks of one GPU share its link ([`link`]) for loads; no engine waits for a save.
+//! - The GPU first waits for the word `go`. The CPU stores `go` once the whole batch is enqueued: so half a
+//!   batch never starts, and a started batch also ends, even if the sidecar dies or freezes.
+//! - The GPU then waits for the gate of the load. The engine closes the gate before it takes its blocks back.
+//!   The GPU itself checks the gate, so a sidecar cannot write into these blocks when it goes on after a
+//!   freeze.
 //!
-//! The thread owns all memory used by the GPU, and frees it once nothing is in flight.
+//! A batch behind a closed gate cannot be cancelled. After 1 s it counts as stuck, and its rank is parked:
+//! the sidecar no longer serves the rank's engine, and the engine must be restarted. Other engines go on,
+//! even on the same GPU, since every engine process has its own CUDA context ([`contexts`]). The slots and
+//! the memory of the stuck batch are kept until it has ended. Once the engine's process has ended, nothing
+//! reads its memory, so the sidecar opens the gate and the batch runs to its end.
+//!
+//! Ranks of one GPU share its link ([`link`]) for loads, not for saves: no engine waits for a save.
+//!
+//! The thread owns all memory used by the GPU, and frees it once no batch is in flight.
 
 pub(super) mod contexts;
 mod lane;
@@ -44,18 +52,20 @@ use crate::core::{self, SessionId};
 use crate::memory::pinning::{Pinned, SLICE_BYTES};
 use crate::system::clock::Clock;
 
-/// Interval of polls of a batch in flight.
+/// Interval between two polls for the end of a batch in flight.
 const POLL: Duration = Duration::from_micros(20);
-/// A rank is stuck if a batch is in flight this long behind a closed gate or after its session's end. A batch
-/// takes milliseconds.
+/// A rank is parked once a batch has been in flight for this long behind a closed gate, or after the end of
+/// its session. Any other batch takes milliseconds.
 const STUCK: Duration = Duration::from_secs(1);
-/// Interval of checks for errors of the driver and for the engine's end.
+/// Interval between two checks for errors of the driver and for the end of the engine's process.
 const HEALTH: Duration = Duration::from_millis(100);
-/// Words of this thread's own page: number of the last batch of loads allowed to start, of the last ended
-/// one, and of the last ended batch of saves.
+/// Words of this thread's own page; each has the number of a batch.
 mod own {
+    /// The last batch of loads allowed to start.
     pub(super) const GO: usize = 0;
+    /// The last ended batch of loads.
     pub(super) const LOADED: usize = 64;
+    /// The last ended batch of saves.
     pub(super) const SAVED: usize = 128;
     pub(super) const BYTES: usize = 4096;
 }
@@ -67,7 +77,7 @@ pub(super) struct GpuRank {
     stopped: Arc<AtomicBool>,
 }
 
-/// A rank with memory to open.
+/// A request to open the memory of a rank.
 #[derive(Debug)]
 pub(super) struct GpuRankRequest {
     pub(super) session: SessionId,
@@ -84,7 +94,8 @@ pub(super) struct GpuRankRequest {
     pub(super) process: Option<OwnedFd>,
 }
 
-/// The state of the thread. Streams come first, so they are dropped before the memory they use.
+/// The state of a rank's thread. Its streams come first, so they are dropped before the memory in use by
+/// them.
 #[derive(Debug)]
 struct Thread {
     load: CopyStream,
@@ -97,15 +108,16 @@ struct Thread {
     cuts: Vec<u64>,
     stopped: Arc<AtomicBool>,
     clock: Clock,
-    /// The stuck batch at the last check, and the time of its first check.
+    /// The batch returned by the last call of `stuck`, and the time of the first such call.
     stuck: Option<(Stuck, Duration)>,
     parked: bool,
+    /// Time of the last check for errors and for the end of the engine's process.
     looked: Duration,
     place: ContextPlace<Gpu>,
     asked: GpuRankRequest,
 }
 
-/// A batch, by its number, whose end depends on the engine.
+/// A batch under watch, since it may be stuck, by its number.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 enum Stuck {
     Load(u64),
@@ -153,7 +165,7 @@ impl GpuRank {
         self.work.send(batch).is_ok()
     }
 
-    /// Stops further batches; those in flight end.
+    /// Stops all batches not enqueued yet.
     pub(super) fn stop(&self) {
         self.stopped.store(true, Ordering::Relaxed);
     }
@@ -177,11 +189,11 @@ fn unopened(error: &CudaError) -> String {
     )
 }
 
-/// Kills this process. A broken context breaks all contexts of its process, and a stuck stream blocks a
-/// normal exit: both need a new process.
+/// Kills this process: after an error, every CUDA context of a process is broken, so only a new process can
+/// copy. A normal exit would wait for a stuck stream.
 pub(super) fn end_process(reason: &str) -> ! {
     tracing::error!(reason, "the sidecar ends and must be restarted: its GPU context is broken");
-    // The driver's own clean-up would wait for the stuck stream.
+    // SIGKILL skips the clean-up of the driver: it would wait for a stuck stream.
     let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
     unreachable!("a process that was killed")
 }
@@ -297,8 +309,8 @@ impl Thread {
         let transfer = PendingCopy::new((copy, load_op), blocks, bytes, !held, self.clock.now());
         match locked {
             true => lane.accept_copy(transfer),
-            // A copy from memory that is not locked would block inside the call, behind a word stored only
-            // after it.
+            // CUDA copies unlocked memory within the call. The call would wait for `go`, but this thread
+            // stores `go` only after the call.
             false => lane.give_up(&transfer),
         }
     }
@@ -400,7 +412,7 @@ impl Thread {
             let health = self.load.stream().is_idle().and_then(|_| self.save.stream().is_idle());
             health.unwrap_or_else(|error| end_process(&error.to_string()));
             if self.engine_ended() {
-                // The engine has ended, and nothing reads its blocks any more.
+                // The engine's process has ended: nothing reads its memory, so these batches may run.
                 let memory = self.asked.memory.region();
                 self.loads.flying().for_each(|flight| gate::open_for_nobody(memory, flight.op));
             }
@@ -413,8 +425,8 @@ impl Thread {
         }
     }
 
-    /// Reports this rank as stuck. Its batch cannot be cancelled, and its slots and memory cannot be freed
-    /// before the batch has ended:
+    /// Parks this rank: its engine's session ends, and the engine is not served again before it restarts. The
+    /// stuck batch cannot be cancelled, and its slots and memory cannot be freed before it has ended:
     /// docs/decisions/0022-each-load-has-its-own-gate-and-a-stuck-rank-is-parked.md.
     fn park(&mut self) {
         self.parked = true;
@@ -437,8 +449,9 @@ impl Thread {
         rustix::event::poll(&mut ready, Some(&Timespec::default())).is_ok_and(|ready| ready == 1)
     }
 
-    /// The batch at the front, if its engine closed the gate or its session has ended. Each batch has its own
-    /// time limit, in either direction.
+    /// Returns the batch to be watched as stuck: the oldest batch of loads, if its gate is closed; after the
+    /// session's end also with an open gate, or the oldest batch of saves. Ends in the other direction do not
+    /// prolong its time.
     fn stuck(&self) -> Option<Stuck> {
         let (load, save) = (self.loads.front(), self.saves.front());
         if self.stopped.load(Ordering::Relaxed) {

@@ -1,20 +1,25 @@
-//! Keys of evicted blocks: a key that comes back while it is remembered has been used.
+//! Remembered keys of evicted blocks. A block that is stored again while its key is remembered counts as
+//! used: requests wanted it again soon after its eviction.
+//!
+//! The memory has room for 7 keys for every 10 slots of the cache, in sets of 16. A full set forgets its
+//! oldest key for each new one.
 
 use crate::index::KeyPrint;
 
-/// The ghost's part of the slots, in keys: 7 of 10.
+/// Remembered keys for each slot of the cache: 7 for 10.
 const GHOST_PART: (u64, u64) = (7, 10);
-/// Fingerprints of one set of the ghost: one cache line.
+/// Fingerprints in one set: a cache line.
 const GHOST_WAYS: usize = 16;
 
-/// Keys of evicted blocks, in sets; each set forgets its oldest.
+/// Fingerprints of the keys evicted last.
 #[derive(Debug, Default)]
 pub(super) struct Ghost {
     sets: Box<[GhostSet]>,
-    /// The number of slots at the making of the sets.
+    /// Slots of the cache for which the sets were made.
     slots: u64,
 }
 
+/// Fingerprints, the newest first; 0 is a free place.
 #[repr(C, align(64))]
 #[derive(Copy, Clone, Debug, Default)]
 struct GhostSet([u32; GHOST_WAYS]);
@@ -22,8 +27,9 @@ struct GhostSet([u32; GHOST_WAYS]);
 // === impl Ghost ===
 
 impl Ghost {
-    /// Makes room for the keys of `slots` slots. The number settles before the first eviction; a large later
-    /// change forgets all remembered keys.
+    /// Makes the sets for a cache of `slots` slots. If they were made for less than half or more than twice
+    /// as many slots, they are made again, and all keys are forgotten. The number of slots hardly changes
+    /// after the first eviction.
     fn fit(&mut self, slots: u64) {
         if self.slots < slots / 2 || self.slots > slots.saturating_mul(2) || self.sets.is_empty() {
             let sets = (slots * GHOST_PART.0 / GHOST_PART.1).div_ceil(GHOST_WAYS as u64).max(1);
@@ -37,7 +43,7 @@ impl Ghost {
         self.sets.get_mut(place)
     }
 
-    /// Returns one fingerprint of a key's set.
+    /// Returns a word of the key's set, to bring the set into the processor's cache.
     pub(super) fn load_set(&self, print: KeyPrint) -> u64 {
         self.sets.get(print.set_index(self.sets.len())).map_or(0, |GhostSet(ways)| ways[0].into())
     }
@@ -51,7 +57,8 @@ impl Ghost {
         }
     }
 
-    /// Forgets a key. Returns true if it was remembered.
+    /// Returns true if a key is remembered, and forgets it: a second call returns false, until the key is
+    /// evicted again.
     pub(super) fn recall(&mut self, print: KeyPrint) -> bool {
         let Some(GhostSet(ways)) = self.set_of(print) else { return false };
         match ways.iter().position(|way| *way == fingerprint(print)) {
@@ -65,7 +72,7 @@ impl Ghost {
     }
 }
 
-/// Returns the fingerprint. It is never zero, since no tag is.
+/// Returns the fingerprint of a key: its tag, which is never zero.
 fn fingerprint(print: KeyPrint) -> u32 {
     print.tag()
 }

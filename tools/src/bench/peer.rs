@@ -1,8 +1,14 @@
-//! Blocks from a peer: plain sockets, and the mesh's own client and server, in turns, over equal streams and
-//! between the same memory.
+//! Speed of blocks from a peer by the mesh's own client and server, compared with plain TCP sockets between
+//! the same two ends.
 //!
-//! The serving end has one port for plain sockets, whose greeting has the sizes and the mesh's port, and a
-//! second port for the mesh.
+//! Both ways use the same number of streams and the same memory at both ends, without TLS, and take turns in
+//! each round. Before the rounds, each way fetches all blocks once, so that no round pays for a first use:
+//! the mesh opens its connections, and the serving end computes the checksums of its blocks and keeps them;
+//! the plain sockets are connected already, and leave TCP's slow start.
+//!
+//! The serving end decides how many blocks are fetched and their size. It has one port for plain sockets and
+//! another one for the mesh. The greeting of a plain socket tells the reading end both numbers and the mesh's
+//! port.
 
 use std::io::{self, Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
@@ -31,9 +37,9 @@ const GREETING_WORDS: usize = 4;
 /// Words of a request: the first block, and the count.
 const REQUEST_WORDS: usize = 2;
 const CONNECT_MAX: Duration = Duration::from_secs(5);
-/// The longest wait of one end for the other: during measurements of the mesh, plain sockets are silent.
+/// Limit of one end's wait for the other. Plain sockets are silent during measurements of the mesh.
 const SILENT_MAX: Duration = Duration::from_secs(120);
-/// Plain connections at a time: those of one reader, and the first one, for the sizes.
+/// Plain connections at a time: those of one reader, and one more.
 const CONNECTIONS_MAX: usize = STREAMS_MAX + 1;
 /// Single blocks fetched in each round.
 const ONES: usize = 200;
@@ -59,7 +65,7 @@ pub struct PeerOptions {
     pub block_size: Size,
 }
 
-/// The server of blocks, by plain sockets and by the mesh.
+/// The serving end: it serves its blocks by plain sockets and by the mesh.
 struct Owner {
     listener: TcpListener,
     memory: NodeMemory,
@@ -68,7 +74,7 @@ struct Owner {
     connections: AtomicUsize,
 }
 
-/// Plain sockets to an owner.
+/// The plain sockets of the reading end, connected to an owner.
 struct Plain(Vec<Mutex<TcpStream>>);
 
 fn sizes(options: &PeerOptions) -> Result<BlockSizes, BenchError> {
@@ -103,7 +109,7 @@ fn tcp(name: &str, listen: SocketAddr, streams: usize, memory: &NodeMemory) -> R
     Ok((tcp.listen_address(), Arc::new(tcp), ups))
 }
 
-/// A transport's address, the transport, and its events.
+/// A started transport: its address, the transport, and its events.
 type Started = (SocketAddr, Arc<dyn Transport>, std::sync::mpsc::Receiver<mesh::transport::TransportEvent>);
 
 // === impl Owner ===
@@ -149,7 +155,7 @@ impl Owner {
             }
             let owner = Arc::clone(self);
             thread::spawn(move || {
-                // It ends with the reader's end of the stream, as a rule.
+                // The usual error: the reader has closed the stream.
                 let _ = owner.serve_stream(&stream);
                 owner.connections.fetch_sub(1, Ordering::Relaxed);
             });
@@ -176,7 +182,8 @@ impl Owner {
 // === impl Plain ===
 
 impl Plain {
-    /// Connects, and returns the sizes and the mesh's address too.
+    /// Connects to an owner. Returns the sockets, and the sizes and the mesh's address from the owner's
+    /// greeting.
     fn connect_streams(address: &str, streams: usize) -> Result<(Self, BlockSizes, SocketAddr), BenchError> {
         let absent = |error: io::Error| {
             let remedy = format!("run pillion bench peer --serve {address} there");
@@ -202,7 +209,7 @@ impl Plain {
         Ok((Self(plain), sizes, mesh))
     }
 
-    /// Fetches some blocks by one of the streams.
+    /// Fetches the blocks with these numbers by one of the streams.
     fn fetch(
         &self,
         stream: usize,
@@ -243,7 +250,7 @@ impl Plain {
     }
 }
 
-/// Connects to the first address of a name that accepts.
+/// Connects to the first of the name's addresses that accepts.
 fn connect_any(address: &str) -> io::Result<TcpStream> {
     let mut failed = io::Error::new(io::ErrorKind::NotFound, "the host has no address");
     for address in address.to_socket_addrs()? {
@@ -260,7 +267,8 @@ fn connect_any(address: &str) -> io::Result<TcpStream> {
     Err(failed)
 }
 
-/// Serves until this process ends, or measures; `say` prints the server's address.
+/// With `--serve`, serves until this process ends; `say` prints the address. Without it, measures against the
+/// named serving end, or against one that it starts in this process.
 pub(super) fn measure_peer(options: &PeerOptions, say: impl Fn(&str)) -> Result<BenchFigures, BenchError> {
     if !(1..=STREAMS_MAX).contains(&options.streams) {
         let problem = format!("it must be 1 to {STREAMS_MAX}");
@@ -292,7 +300,7 @@ fn measure_from(address: &str, streams: usize) -> Result<BenchFigures, BenchErro
     let mut reader = NodeReader::new(transport, ups, &memory, OWNER, mesh);
     let (all, clock) = (0..reader.block_count(), Clock::start_now());
     let gib = (u64::from(sizes.block_bytes) * u64::from(sizes.blocks)) as f64 / GIB;
-    // Opens connections, and has the owner compute its checksums.
+    // The pass before the rounds opens the mesh's connections and has the owner compute its checksums.
     reader.fetch(all.clone())?;
     plain.fetch_all(&memory)?;
     let (mut limit, mut own, mut limit_us, mut own_us) = (vec![], vec![], vec![], vec![]);

@@ -45,14 +45,15 @@ impl<H: SessionHost> EnginePolicy<H> {
         Some(sizes.map(|size| (hit.first / size) as usize..end.div_ceil(size) as usize).collect())
     }
 
-    /// Without a load here another connector may load every block since the engine's question.
+    /// Returns the ranges of all blocks since the engine's question: without a load here, another connector may load any of them.
     fn foreign(&mut self, id: RequestId, had: u32) -> Option<Vec<Range<usize>>> {
         self.requests.get_mut(id)?.allocation = Some(Allocation::Foreign);
         let sizes = self.set.forms.iter().map(|form| form.block_tokens);
         Some(sizes.map(|size| (had / size) as usize..usize::MAX).collect())
     }
 
-    /// Has the step load the promised tokens into the blocks of each group asked for by [`EnginePolicy::allocated`].
+    /// Has the step load the promised tokens into the blocks of each group asked for by [`EnginePolicy::allocated`]. If they cannot be
+    /// loaded, the request's leases are released, and the step reports its new blocks as failed to load: the engine computes them.
     pub fn load_blocks(
         &mut self,
         id: RequestId,
@@ -62,7 +63,7 @@ impl<H: SessionHost> EnginePolicy<H> {
         let Some(allocation) = self.requests.get(id).and_then(|request| request.allocation.clone()) else {
             return Ok(());
         };
-        // Null blocks stand for those before a window.
+        // A null block, number 0, stands for each block before a window.
         let fresh: Vec<Vec<u32>> =
             blocks.iter().map(|each| each.iter().copied().filter(|block| *block > 0).collect()).collect();
         let (answer, end) = match allocation {
@@ -76,7 +77,7 @@ impl<H: SessionHost> EnginePolicy<H> {
             self.lose(id, blocks.to_vec(), false);
             return Ok(());
         };
-        // vLLM may allocate less than the answer: windows and states end elsewhere then, and their blocks are asked for again.
+        // vLLM may allocate blocks for fewer tokens than the answer promised. The load is shortened if all groups can end there.
         let whole = end == hit.end || end < hit.end && self.reaches(id, hit.first, end, time)?;
         self.renew(id, hit.sync, time)?;
         self.known.clear();
@@ -91,7 +92,7 @@ impl<H: SessionHost> EnginePolicy<H> {
         };
         let ids: Vec<Vec<u32>> =
             wanted.iter().enumerate().map(|(group, range)| within(group, range)).collect();
-        // A block not zeroed by vLLM, because it is to be loaded, must be among the loaded blocks of a group.
+        // vLLM does not zero new blocks that are to be loaded. So the load must fill each of them.
         let covers = fresh.iter().zip(&ids).all(|(fresh, ids)| fresh.iter().all(|block| ids.contains(block)));
         // Before the loads: they may begin as soon as they are posted.
         self.overwrite(fresh.iter().flatten().copied().collect());
@@ -117,7 +118,9 @@ impl<H: SessionHost> EnginePolicy<H> {
         Ok(())
     }
 
-    /// True if the hit may end earlier, at `end`: groups with windows or states have leased all blocks that are read there.
+    /// Returns true if the hit may end earlier, at `end`. A single group then loads fewer blocks. With several groups, those with windows or
+    /// states need other blocks for another end, not leased by the answer. So `end` must be a boundary of all groups' blocks, and a new
+    /// question for each of these groups must find and lease all blocks needed there.
     fn reaches(&mut self, id: RequestId, first: u32, end: u32, time: Instant) -> Result<bool, PolicyWait> {
         if !self.set.several() {
             return Ok(true);
@@ -272,7 +275,7 @@ impl<H: SessionHost> EnginePolicy<H> {
         std::mem::take(&mut self.hit_tokens)
     }
 
-    /// Every rank has reported the end of these requests' loads, without the `failed` blocks.
+    /// Notes the end of these requests' loads at every rank: all their blocks are loaded, except the `failed` ones.
     pub fn loads_ended(&mut self, ids: &[RequestId], failed: &[u32]) {
         for id in ids {
             if let Some(request) = self.requests.get_mut(*id) {
@@ -281,8 +284,9 @@ impl<H: SessionHost> EnginePolicy<H> {
         }
     }
 
-    /// The engine computes these blocks again, or ends their requests. KV computed on blocks with a failed load must never be kept: every
-    /// unfinished save is given up.
+    /// Handles blocks that could not be loaded: the engine computes them again, or ends their requests. KV computed upon such blocks,
+    /// directly or not, must never be kept, and steps in flight may compute it. So every unfinished save of every request is given up, by
+    /// one word of the session. A request with such a block among its loaded ones is refused: it gets no further hit.
     pub fn loads_failed(&mut self, blocks: &[u32]) {
         self.remarks.push(super::remarks::Remark::NotLoaded { blocks: blocks.len() as u64 });
         self.void_saves();

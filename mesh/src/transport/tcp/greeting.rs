@@ -1,4 +1,9 @@
 //! Greetings of a connection: TLS, then the names and lives of both nodes, before any other frame.
+//!
+//! A node has a new life ([`BootId`]) after each start. The Hello of the connecting node states its own name
+//! and life, and the other node's name and life from its list of members. The other node compares both with
+//! its own life and its own list, and answers with Welcome or with the reason of a refusal. If a list names
+//! no life for a member, any life of this member is accepted.
 
 use std::net::TcpStream;
 use std::sync::Arc;
@@ -15,7 +20,7 @@ use crate::transport::{BootId, FetchFault, FetchStage, Refusal};
 
 // === the side that connects ===
 
-/// Connects to a member. Returns the connection, and the life that answered.
+/// Connects to a member. Returns the connection, and the member's present life.
 pub(super) fn connect_member(shared: &TcpShared, link: &PeerLink) -> Result<(Wire, BootId), FetchFault> {
     let limits = &shared.config.limits;
     let stream = TcpStream::connect_timeout(&link.peer.address, limits.connect);
@@ -30,6 +35,7 @@ pub(super) fn connect_member(shared: &TcpShared, link: &PeerLink) -> Result<(Wir
     })?
 }
 
+/// Sends Hello and reads the answer. Fails with `OtherBoot` if the Welcome names another life than the list.
 fn greet(
     shared: &TcpShared,
     link: &PeerLink,
@@ -59,8 +65,8 @@ fn greet(
 
 // === the side that is connected to ===
 
-/// Greets a connection of a member with Welcome. Returns `None` if it was refused, after the refusal was sent
-/// and noted.
+/// Answers the Hello of a connection. Returns the connection and its member after a Welcome, and `None` after
+/// a refusal, a fault or no Hello at all.
 pub(super) fn answer_hello(shared: &TcpShared, stream: &Arc<TcpStream>) -> Option<(Wire, Arc<PeerLink>)> {
     let until = read_clock() + shared.config.limits.handshake;
     let from = stream.peer_addr().map_or_else(|_| "somebody".into(), |address| address.to_string());
@@ -122,7 +128,7 @@ fn admit_member(shared: &TcpShared, stream: &Arc<TcpStream>, until: Instant) -> 
     }
 }
 
-/// The refusal for a peer's malformed bytes.
+/// Returns the refusal for malformed bytes.
 pub(super) fn choose_refusal(malformed: &MalformedFrame) -> Refusal {
     match malformed {
         MalformedFrame::Bytes(_) => Refusal::Malformed,
@@ -130,8 +136,12 @@ pub(super) fn choose_refusal(malformed: &MalformedFrame) -> Refusal {
     }
 }
 
-/// The member named in a Hello. Fails unless the Hello expects this life of this node and comes from the
-/// member's life.
+/// Returns the member behind a Hello, or its refusal:
+///
+/// - `OtherNode` or `OtherBoot`, if the Hello is for another node or another life of this node. The sender's
+///   list may still have this node's life from before a restart.
+/// - `NotMember`, if the sender, or its present life, is not in the list of members here. The list may still
+///   have the sender's life from before a restart.
 fn judge(shared: &TcpShared, hello: &HelloFrame) -> Result<Arc<PeerLink>, Refusal> {
     if shared.draining() {
         return Err(Refusal::Draining);

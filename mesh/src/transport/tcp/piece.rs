@@ -1,4 +1,12 @@
-//! A fetch under way, and its pieces, which the streams share.
+//! A running fetch of blocks from a peer, and its pieces, shared by the streams to the peer.
+//!
+//! Each block of a fetch first waits, then arrives (a stream writes its bytes into its slot), and then has
+//! ended. The caller gives the slot back once the end of the block is reported. An early stop of the fetch
+//! therefore ends waiting blocks at once, but an arriving block only when its stream notices the stop or
+//! breaks: until then the stream may still write into the slot.
+//!
+//! Several threads may try to end one block. Each tries an atomic change of the block's state; only one
+//! change succeeds, and only its thread reports the end.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
@@ -10,28 +18,31 @@ use super::frame::{AskFrame, Frame};
 use crate::sync::read_clock;
 use crate::transport::{FetchDone, FetchFault, Label, TransportEvent};
 
-/// Maximum bytes of a piece: enough to make the cost of an ask negligible, few enough for the streams to end
-/// together.
+/// Maximum bytes of a piece: enough to make the cost of an ask negligible, and few enough for all streams of
+/// a fetch to end at nearly the same time.
 pub(in crate::transport) const PIECE_BYTES_MAX: u64 = 4 << 20;
-/// States of a block. Its slot is given back by the change from `WAITING` or `ARRIVING` to `ENDED`, thus
-/// once.
+/// State of a block without a byte in its slot.
 const WAITING: u8 = 0;
+/// State of a block while one stream writes into its slot.
 const ARRIVING: u8 = 1;
+/// State of an ended block. The thread of this change reports the end.
 const ENDED: u8 = 2;
 
-/// A fetch under way.
+/// A running fetch.
 pub(in crate::transport) struct RunningFetch {
     pub(in crate::transport) ticket: u64,
     pub(in crate::transport) blocks: Vec<(Label, u64)>,
     states: Box<[AtomicU8]>,
+    /// Number of blocks without an end yet.
     left: AtomicUsize,
+    /// Latest time of its end.
     until: Instant,
-    /// The fault of its early end, and its time.
+    /// The fault and the time of its early stop.
     stopped: OnceLock<(FetchFault, Instant)>,
     shared: Arc<TcpShared>,
 }
 
-/// Blocks of a fetch in one ask.
+/// The blocks of a fetch in one ask. One stream carries them.
 pub(in crate::transport) struct FetchPiece {
     pub(in crate::transport) fetch: Arc<RunningFetch>,
     pub(in crate::transport) indexes: Range<u32>,
@@ -40,7 +51,7 @@ pub(in crate::transport) struct FetchPiece {
 // === impl RunningFetch ===
 
 impl RunningFetch {
-    /// A fetch with all its blocks waiting.
+    /// Returns a fetch with all its blocks waiting.
     pub(in crate::transport) fn begin_all(
         shared: &Arc<TcpShared>,
         ticket: u64,
@@ -58,35 +69,37 @@ impl RunningFetch {
         })
     }
 
-    /// The time of its end at the latest.
+    /// Returns the latest time of its end.
     pub(super) fn until(&self) -> Instant {
         self.until
     }
 
-    /// Marks a block as arriving, before its bytes are written. Returns false if it has ended.
+    /// Marks a block as arriving, before a stream writes its bytes. Returns false if the block has ended.
     pub(in crate::transport) fn begin_block(&self, index: u32) -> bool {
         self.change(index, WAITING, ARRIVING)
     }
 
-    /// Ends a block before its begin.
+    /// Ends a waiting block; no effect on any other block.
     pub(in crate::transport) fn end_waiting(&self, index: u32, fault: FetchFault) {
         if self.change(index, WAITING, ENDED) {
             self.report_end(index, Err(fault));
         }
     }
 
-    /// Ends a block after its bytes were written.
+    /// Ends an arriving block. The caller is its stream, and writes no more of its bytes.
     pub(in crate::transport) fn end_block(&self, index: u32, result: Result<u64, FetchFault>) {
         assert!(self.change(index, ARRIVING, ENDED), "one stream writes a block");
         self.report_end(index, result);
     }
 
-    /// Ends everything early: waiting blocks now, arriving ones when their stream looks.
+    /// Stops the fetch early: waiting blocks end now, with this fault. An arriving block ends once its stream
+    /// notices the stop. The fault of the first stop counts.
     pub(in crate::transport) fn stop_early(&self, fault: FetchFault) {
         let _ = self.stopped.set((fault, read_clock()));
         (0..self.blocks.len() as u32).for_each(|index| self.end_waiting(index, fault));
     }
 
+    /// Returns the fault of the early stop, if there was one.
     pub(in crate::transport) fn stopped(&self) -> Option<FetchFault> {
         self.stopped.get().map(|(fault, _)| *fault)
     }
@@ -97,13 +110,14 @@ impl RunningFetch {
     }
 
     fn change(&self, index: u32, from: u8, to: u8) -> bool {
-        // SYNC POINT(slot): the end of a block acquires all bytes its stream wrote; `tell` hands it to the
-        // caller.
+        // SYNC POINT(slot): the thread that ends a block acquires all bytes that its stream wrote.
+        // `report_event` hands them on to the caller.
         self.states[index as usize].compare_exchange(from, to, Ordering::AcqRel, Ordering::Relaxed).is_ok()
     }
 
     fn report_end(&self, index: u32, result: Result<u64, FetchFault>) {
-        // Before the call: after the last end the caller may use the ticket again.
+        // The count falls before the report: after the report of the last end the caller may use the ticket
+        // again.
         self.left.fetch_sub(1, Ordering::AcqRel);
         self.shared.report_event(TransportEvent::Done(FetchDone { ticket: self.ticket, index, result }));
     }
@@ -124,12 +138,12 @@ impl FetchPiece {
         self.indexes.len()
     }
 
-    /// True if the fetch is not stopped.
+    /// Returns true unless the fetch was stopped.
     pub(super) fn is_wanted(&self) -> bool {
         self.fetch.stopped().is_none()
     }
 
-    /// Ends the rest of its blocks. No stream may write their slots any more.
+    /// Ends its waiting and its arriving blocks. No stream may write into their slots any more.
     pub(super) fn end_all(&self, fault: FetchFault) {
         for index in self.indexes.clone() {
             if self.fetch.change(index, ARRIVING, ENDED) {

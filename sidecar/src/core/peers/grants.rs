@@ -1,4 +1,11 @@
-//! Serving: blocks requested by a peer are held in their slots until it has read them.
+//! Serving: blocks requested by a peer are held in their slots until the peer has read them.
+//!
+//! `granted_bytes_max` limits the bytes held for all peers together. This limit less the bytes held
+//! for the other peers is the room of one peer, and the peer's share is half of its room. So a peer with many
+//! asks and slow reads always leaves as much to all others as is held for it. The first block of a peer, while
+//! no other is held for it, may exceed the share, but not the limit for all peers. A block over the share or
+//! the limit is denied: the peer gets the same answer as for an absent block, and only the statistics here
+//! tell the two apart.
 
 use mesh::transport::{Label, PeerNumber};
 use shm_protocol::key::BlockKey;
@@ -14,7 +21,7 @@ use crate::core::namespaces::Space;
 #[derive(Debug)]
 pub(super) struct PeerGrant {
     peer: PeerNumber,
-    /// Held slots with the bytes of each, in the order of the ask.
+    /// The held slots, each with its bytes, in the order of the ask.
     slots: Vec<(SlotRef, u64)>,
 }
 
@@ -29,8 +36,8 @@ impl PeerGrant {
 // === impl MeshPeers ===
 
 impl MeshPeers {
-    /// Answers a peer's ask: grants the blocks here with the stated length, and denies the others. A sidecar
-    /// about to end gives nothing.
+    /// Answers a peer's ask: grants its blocks, except those over a limit and those absent here or of another
+    /// length. A draining sidecar grants nothing.
     pub(super) fn grant_blocks(&mut self, ask: u64, peer: PeerNumber, blocks: &[Label], cx: &mut Context) {
         let mut granted = PeerGrant { peer, slots: Vec::new() };
         let mut has: u64 =
@@ -50,8 +57,8 @@ impl MeshPeers {
         cx.actions.push(Action::Grant { ask, slots });
     }
 
-    /// Holds a block for a peer with `has` bytes of grants. An ask counts as no access: the peer keeps its
-    /// own copy from now on.
+    /// Holds a block for a peer with `has` bytes held for it before; `None` denies the block. An ask does not
+    /// count as a use of the block: the peer keeps its own copy from now on.
     fn hold(&mut self, label: &Label, has: u64, cx: &mut Context) -> Option<SlotRef> {
         let bytes = u64::from(label.bytes);
         let space = Space { digest: label.namespace, block_bytes: bytes };
@@ -62,7 +69,7 @@ impl MeshPeers {
             return None;
         };
         let room = self.granted_bytes + bytes <= self.granted_bytes_max && self.has_share(has, bytes);
-        // The peer reads as many bytes as it has asked for.
+        // The peer reads as many bytes as its ask states.
         let fits = cx.dram.block_bytes(slot) == Some(bytes);
         if room && fits {
             self.granted_bytes += bytes;
@@ -74,15 +81,16 @@ impl MeshPeers {
         None
     }
 
-    /// True if a peer with `has` bytes of grants may have `bytes` more: a slow reader leaves as much to all
-    /// others as it has. The first block of each peer may be larger.
+    /// Returns true if a peer with `has` held bytes may get `bytes` more: both together are at most its
+    /// share. A peer without held bytes gets one block of
+    /// any length.
     fn has_share(&self, has: u64, bytes: u64) -> bool {
         let others = self.granted_bytes - has;
         has == 0 || has + bytes <= (self.granted_bytes_max - others) / 2
     }
 
-    /// Ends a grant: the transport no longer needs its slots. Sent blocks are no longer kept for another
-    /// engine: its own sidecar has them.
+    /// Ends a grant: the transport no longer needs its slots, and has sent its first `sent` blocks whole.
+    /// Sent blocks are no longer kept for another engine: its own sidecar has them.
     pub(super) fn release_grant(&mut self, ask: u64, sent: u32, cx: &mut Context) {
         let granted = self.grants.remove(&ask).expect("a grant is released once");
         self.granted_bytes -= granted.slot_bytes();

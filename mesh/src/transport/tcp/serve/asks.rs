@@ -1,4 +1,13 @@
-//! Asks of a member over one connection, and the caller's grants for them.
+//! Asks of a peer over one connection, and the caller's answers to them, the grants.
+//!
+//! A grant holds the slots of its blocks until its release. The release reports to the caller how many of the
+//! blocks were sent whole, and the caller then ends its hold. Each grant is released once. If the connection
+//! ends early:
+//!
+//! - A grant collected by [`StreamAsks`] is released with the blocks sent whole until then.
+//! - A grant still in the [`GrantQueue`] is released with no block sent.
+//! - An ask without a grant holds no slot. The queue is closed, so `ServedStreams::deliver_grant` releases a
+//!   later grant at once, with no block sent.
 
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
@@ -16,8 +25,8 @@ use crate::transport::tcp::link::PeerLink;
 use crate::transport::tcp::{TcpShared, eventfd};
 use crate::transport::{Grant, GrantedSlots, Label, TransportEvent};
 
-/// Asks of one connection, in the order of their answers. Dropping them releases their grants; later grants
-/// are released at once.
+/// The asks of one connection, until each has ended. They are answered in their order. The drop at the end of
+/// the connection closes the queue and releases all grants.
 pub(in crate::transport) struct StreamAsks<'a> {
     shared: &'a TcpShared,
     link: Arc<PeerLink>,
@@ -29,13 +38,14 @@ pub(in crate::transport) struct StreamAsks<'a> {
 pub(in crate::transport) struct AskedBlocks {
     pub(in crate::transport) ask: AskFrame,
     answer: AskAnswer,
+    /// Index of the next block to send.
     pub(in crate::transport) at: usize,
     /// Number of its blocks sent whole.
     pub(in crate::transport) sent: u32,
 }
 
 enum AskAnswer {
-    /// The caller has not answered this ask yet.
+    /// The caller has not answered the ask with this number yet.
     Waiting(u64),
     Granted {
         granted: GrantedSlots,
@@ -53,17 +63,17 @@ impl<'a> StreamAsks<'a> {
         Ok(Self { shared, link, grants, flight: VecDeque::new() })
     }
 
-    /// Readable after a grant of the caller.
+    /// Returns an eventfd, readable once the caller has granted an ask.
     pub(in crate::transport) fn bell(&self) -> &OwnedFd {
         &self.grants.bell
     }
 
-    /// True if no ask is accepted before another one has ended.
+    /// Returns true if no further ask is accepted until one has ended.
     pub(in crate::transport) fn full(&self) -> bool {
         self.flight.len() >= ASKS_MAX
     }
 
-    /// Takes new grants of the caller.
+    /// Collects the caller's grants since the last call.
     pub(in crate::transport) fn collect_grants(&mut self) {
         let _ = rustix::io::read(&self.grants.bell, &mut [0u8; 8]);
         for granted in self.grants.take_grants() {
@@ -73,7 +83,7 @@ impl<'a> StreamAsks<'a> {
         }
     }
 
-    /// Hands an ask to the caller.
+    /// Hands an ask to the caller, or refuses all of its blocks: this node drains, or too many asks wait.
     pub(in crate::transport) fn take_on(&mut self, ask: AskFrame) {
         let answer = if self.shared.draining() {
             self.shared.count_refusal(Reason::Draining);
@@ -98,12 +108,12 @@ impl<'a> StreamAsks<'a> {
         }
     }
 
-    /// The ask at position `at`, if the caller has answered it.
+    /// Returns the ask at position `at`, if it has an answer.
     pub(in crate::transport) fn answered(&mut self, at: usize) -> Option<&mut AskedBlocks> {
         self.flight.get_mut(at).filter(|asked| !matches!(asked.answer, AskAnswer::Waiting(_)))
     }
 
-    /// Ends the first ask.
+    /// Ends the first ask, and releases its grant.
     pub(in crate::transport) fn end_front(&mut self) {
         if let Some(asked) = self.flight.pop_front() {
             self.release_ask(&asked);
@@ -130,7 +140,7 @@ impl Drop for StreamAsks<'_> {
 // === impl AskedBlocks ===
 
 impl AskedBlocks {
-    /// The time since which slots are held for it.
+    /// Returns the time of its grant: its slots are held since then.
     pub(in crate::transport) fn since(&self) -> Option<Instant> {
         match self.answer {
             AskAnswer::Granted { since, .. } => Some(since),
@@ -138,7 +148,7 @@ impl AskedBlocks {
         }
     }
 
-    /// The grant for block `at`, or the status without one. Requires an answer of the caller.
+    /// Returns the grant for block `at`, or the status of a block without one. Requires an answered ask.
     pub(in crate::transport) fn grant_at(&self, at: usize) -> Result<Grant, BlockStatus> {
         match &self.answer {
             AskAnswer::Granted { granted, .. } => granted.slots[at].ok_or(BlockStatus::Absent),
@@ -148,8 +158,8 @@ impl AskedBlocks {
     }
 }
 
-/// The bytes of a granted slot and their checksum; the caller gets a checksum unknown before. Fails for a
-/// pool that has lost bytes: a checksum of its present bytes would call them right.
+/// Returns the bytes of a granted slot and their checksum. A checksum computed here is reported to the
+/// caller. Fails if the pool has lost bytes: a checksum of the bytes left would declare them right.
 pub(in crate::transport) fn read_granted<'a>(
     shared: &'a TcpShared,
     label: &Label,

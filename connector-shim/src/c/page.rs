@@ -116,7 +116,7 @@ impl Page {
     }
 }
 
-// === impl PagePlace ===
+// === impl Place ===
 
 impl Place {
     fn new(place: &page_form::PagePlace, element_bytes: u64) -> Self {

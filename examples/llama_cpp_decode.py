@@ -17,7 +17,7 @@ class Decoder:
 
     def __init__(self, socket, directory, blocks=256, check_every=1000, **where):
         self.llama = Llama(Path(directory) / "model.gguf")
-        found = engine.find(socket, weights=directory, dtype="torch.float32", **where)
+        found = engine.find_namespaces(socket, weights=directory, dtype="torch.float32", **where)
         self.kv = engine.Engine(socket, "llama.cpp", joining.only(found), blocks, check_every=check_every)
 
     def compute(self, tokens):

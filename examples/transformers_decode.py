@@ -17,8 +17,8 @@ class Decoder:
 
     def __init__(self, socket, directory, blocks=256, name="transformers", dtype=torch.float32, check_every=1000, **where):
         self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
-        stated = {"dtype": str(dtype), "config": identity.configuration(self.model.config)}
-        found = engine.find(socket, weights=directory, **stated, **where)
+        stated = {"dtype": str(dtype), "config": identity.describe_config(self.model.config)}
+        found = engine.find_namespaces(socket, weights=directory, **stated, **where)
         self.kv = engine.Engine(socket, name, joining.only(found), blocks, torch, check_every=check_every)
 
     @torch.inference_mode()

@@ -23,7 +23,7 @@ import torch
 
 from benches import harness
 from benches.gpu import compute, rig
-from pillion.geometry import describe
+from pillion.geometry import describe_layers
 from testkit.sessions import Sessions
 from testkit.waiting import Failed, wait_for
 
@@ -51,7 +51,7 @@ class Engine(Sessions):
         shape = (blocks, layers, words) if outermost else (layers, blocks, words)
         memory = torch.randint(-(1 << 62), 1 << 62, shape, dtype=torch.int64, device="cuda")
         self._blocks = memory if outermost else memory.transpose(0, 1)
-        geometry = describe([(f"layer.{layer}", self._blocks[:, layer]) for layer in range(layers)], blocks)
+        geometry = describe_layers([(f"layer.{layer}", self._blocks[:, layer]) for layer in range(layers)], blocks)
         self.runs = len(geometry.regions)
         self._stream = torch.cuda.Stream()
         torch.cuda.synchronize()

@@ -48,7 +48,7 @@ def measure(engine: Engine) -> dict[str, Any]:
     gc.unfreeze()
     layers = [layer for layer in engine.layers() if isinstance(layer, torch.nn.Module)]
     models, models_ms = timed(lambda: Models(layers))
-    _, rotary_ms = timed(lambda: identity.rotary(models.loaded, torch.bfloat16))
+    _, rotary_ms = timed(lambda: identity.describe_rotary(models.loaded, torch.bfloat16))
     sampler, sampler_ms = timed(lambda: Sampler(models))
     first, first_ms = timed(sampler.take)
     gc.freeze()

@@ -54,7 +54,7 @@ struct Publisher {
     next: u64,
 }
 
-// === impl Heard ===
+// === impl ChangeTotals ===
 
 impl ChangeTotals {
     fn count(&self, changes: &[DigestChange]) {

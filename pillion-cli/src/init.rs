@@ -60,7 +60,7 @@ pub(crate) fn serve_as_child() -> anyhow::Result<ExitCode> {
         }
         let seconds = pause.as_secs();
         eprintln!("pillion: the sidecar ended with status {code} and restarts in {seconds} s");
-        if is_told_to_end_within(pause, &signals)? {
+        if must_end_within(pause, &signals)? {
             return Ok(ExitCode::SUCCESS);
         }
         pause = (pause * 2).min(PAUSE_MAX);
@@ -68,7 +68,7 @@ pub(crate) fn serve_as_child() -> anyhow::Result<ExitCode> {
 }
 
 /// Waits for the pause before the next start. Returns true if SIGTERM or SIGINT came meanwhile.
-fn is_told_to_end_within(pause: Duration, signals: &SignalFd) -> anyhow::Result<bool> {
+fn must_end_within(pause: Duration, signals: &SignalFd) -> anyhow::Result<bool> {
     let until = now() + pause;
     loop {
         let left = Timespec::try_from(until.saturating_duration_since(now())).expect("a short time");

@@ -45,6 +45,6 @@ class Config:
         return "sidecar" if on_gpu else "engine"
 
 
-def parse(extra: Mapping[str, Any]) -> Config:
+def parse_options(extra: Mapping[str, Any]) -> Config:
     """Reads the options; an unknown or nearly right key of Pillion stops the start."""
     return Config(**_shim.read_options(dict(extra)))

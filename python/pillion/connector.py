@@ -84,11 +84,11 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
         # The reason if neither is set.
         self._out = ""
         extra = self._kv_transfer_config.kv_connector_extra_config or {}
-        config = options.parse(extra)
+        config = options.parse_options(extra)
         beside = self._is_one_of_several = vllm_compat.is_one_of_several(vllm_config)
         reason = "this vLLM gives connectors no KV cache configuration: install vLLM 0.29 or later"
         if kv_cache_config is not None:
-            reason = vllm_compat.unsupported(vllm_config, kv_cache_config) or ""
+            reason = vllm_compat.find_unsupported(vllm_config, kv_cache_config) or ""
         if reason:
             self._stay_out(reason)
             return
@@ -100,7 +100,7 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
             core = vllm_compat.engine_core()
             if core is not None:
                 watch.engine_core(core, self._scheduler)
-            hasher.install(vllm_config.cache_config.prefix_caching_hash_algo, config.hasher == "native")
+            hasher.install_hasher(vllm_config.cache_config.prefix_caching_hash_algo, config.hasher == "native")
         else:
             self._worker = Worker(config, vllm_config, kv_cache_config, beside_others=beside)
 
@@ -114,7 +114,7 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         """The layout named by `pillion.layout`; with `auto` the one with each block in one run, for models that permit it."""
         transfer = vllm_config.kv_transfer_config
-        config = options.parse((transfer and transfer.kv_connector_extra_config) or {})
+        config = options.parse_options((transfer and transfer.kv_connector_extra_config) or {})
         if config.layout != "auto":
             return None if config.layout == "none" else config.layout
         # MultiConnector ends the start if two connectors name different layouts.

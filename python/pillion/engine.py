@@ -1,5 +1,5 @@
-"""A KV cache behind Pillion, for engines other than vLLM, which is not imported: `find` a namespace, make an `Engine` in it,
-`load` the KV kept of a prompt, `save` the KV computed. docs/engines.md has the order of calls and the engine's duties.
+"""A KV cache behind Pillion, for engines other than vLLM, which is not imported: `find_namespaces`, make an `Engine` in one of
+them, `load` the KV kept of a prompt, `save` the KV computed. docs/engines.md has the order of calls and the engine's duties.
 
 Each call returns after its work. The rules of serving, checking and keeping are those of vLLM's connector, in Rust.
 """
@@ -70,7 +70,7 @@ class Namespace:
     block_bytes: int
     # Empty if the engine may join, by its stated facts.
     differs: tuple[Difference, ...] = ()
-    # The number of kept leading blocks of the tokens in the call of `find`; None without tokens.
+    # The number of kept leading blocks of the tokens in the call of `find_namespaces`; None without tokens.
     kept: int | None = None
 
     @property
@@ -89,7 +89,7 @@ class Namespace:
         return self.block_bytes // pages.block_bytes(self.form)
 
 
-def find(
+def find_namespaces(
     socket: str | os.PathLike[str],
     weights: str | os.PathLike[str] | None = None,
     tokens: Sequence[int] | None = None,
@@ -113,6 +113,10 @@ def find(
     if tokens is not None:
         namespaces = [namespace if namespace.differs else _asked(socket, namespace, tokens) for namespace in namespaces]
     return sorted(namespaces, key=lambda namespace: (len(namespace.differs), -(namespace.kept or 0)))
+
+
+# Published under this name.
+find = find_namespaces
 
 
 def _control_of(socket: str | os.PathLike[str]) -> Path:
@@ -170,7 +174,7 @@ def _compared(entry: dict[str, Any], stated: dict[str, str]) -> Namespace:
     differs = [Difference(*found) for found in _shim.differences(stated, theirs)]
     namespace = Namespace(entry["namespace"], entry["facts"], entry["block_bytes"])
     try:
-        pages.parse(namespace.form)
+        pages.parse_pages(namespace.form)
     except FormError as error:
         differs.append(Difference("page_form", None, namespace.form, str(error)))
     return Namespace(namespace.digest, namespace.facts, namespace.block_bytes, tuple(differs))
@@ -267,9 +271,9 @@ class Engine:
         return arrays.frombuffer(self._map, dtype=arrays.uint8).reshape(self._shape)
 
     def read(self, request: Request, out: tuple[Any, Any] | None = None) -> tuple[Any, Any]:
-        """K and V of the held tokens, [layers, heads, tokens, dim], in the first tokens of `out`, or as `pages.read` gives
+        """K and V of the held tokens, [layers, heads, tokens, dim], in the first tokens of `out`, or as `read_blocks` gives
         them: in place if possible, and then valid until the request ends."""
-        k, v = pages.read(self.memory, self.namespace.form, request.blocks, self.namespace.shards, out)
+        k, v = pages.read_blocks(self.memory, self.namespace.form, request.blocks, self.namespace.shards, out)
         return (k, v) if out else (k[:, :, : request.held], v[:, :, : request.held])
 
     # --- requests ---

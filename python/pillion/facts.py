@@ -106,7 +106,7 @@ class Facts:
             "page_bytes": spec.page_size_bytes,
             "page_form": form,
             "layers": self._layers(),
-            "group_kind": "state" if has_states else vllm_compat.reaches(self._vllm_config, self._kv_cache_config),
+            "group_kind": "state" if has_states else vllm_compat.list_reaches(self._vllm_config, self._kv_cache_config),
             "attention_backend": vllm_compat.attention_backends(self._vllm_config),
             "kv_dtype": " ".join([cache.cache_dtype, *getattr(cache, "kv_cache_dtype_skip_layers", [])]),
             "kv_quant": getattr(spec, "kv_quant_mode", "none"),
@@ -134,8 +134,8 @@ class Facts:
         """The facts that may change while the engine runs."""
         model = self._vllm_config.model_config
         return {
-            "config": self._read("the model's configuration", lambda: identity.configuration(model.hf_config)),
-            "rotary": self._read("a rotary cache", lambda: identity.rotary(self._models.loaded, model.dtype)),
+            "config": self._read("the model's configuration", lambda: identity.describe_config(model.hf_config)),
+            "rotary": self._read("a rotary cache", lambda: identity.describe_rotary(self._models.loaded, model.dtype)),
         }
 
     @property
@@ -176,7 +176,7 @@ class Facts:
         configured = getattr(model, "quantization_config", None)
         if configured is None:
             return str(model.quantization)
-        return f"{model.quantization} " + self._read("quantization_config", lambda: identity.words(configured))
+        return f"{model.quantization} " + self._read("quantization_config", lambda: identity.describe_setting(configured))
 
     def _settings(self, fact: str) -> str:
         """The settings of `SETTINGS` off their defaults."""
@@ -186,12 +186,12 @@ class Facts:
             for part in filter(None, place.split(".")):
                 owner = getattr(owner, part, None)
             for name, default in defaults.items():
-                value = vllm_compat.environment(name, default) if place == ENVIRONMENT else getattr(owner, name, default)
+                value = vllm_compat.read_environment(name, default) if place == ENVIRONMENT else getattr(owner, name, default)
                 if value != default:
                     found[name] = value
         if not found:
             return "default"
-        return self._read(f"a setting among {', '.join(found)}", lambda: identity.words(_contents(found)))
+        return self._read(f"a setting among {', '.join(found)}", lambda: identity.describe_setting(_contents(found)))
 
     def _processor(self) -> str:
         """The processor of images, video and sound, behind the settings of its fact; a model of texts alone has none."""
@@ -210,7 +210,7 @@ class Facts:
             return "none"
         speculative = self._vllm_config.speculative_config
         draft = getattr(speculative, "draft_model_config", None)
-        config = identity.configuration(draft.hf_config) if draft is not None else "no configuration"
+        config = identity.describe_config(draft.hf_config) if draft is not None else "no configuration"
         return f"{speculative.method} {getattr(speculative, 'model', None)} {config}"
 
     def _adapters(self) -> str:
@@ -222,7 +222,7 @@ class Facts:
     def _none_hash(self, algorithm: str) -> str:
         """The hash at the start of every chain, by the rule of this version of vLLM."""
         seed = os.environ.get("PYTHONHASHSEED")
-        if seed is None and (algorithm.startswith("xxhash") or vllm_compat.version() < NONE_HASH_RULE_SINCE):
+        if seed is None and (algorithm.startswith("xxhash") or vllm_compat.read_version() < NONE_HASH_RULE_SINCE):
             return self._keep_private(
                 f"{algorithm} hashes start from a random value in this process",
                 "set PYTHONHASHSEED to the same value on all of them",

@@ -47,7 +47,7 @@ class Geometry:
     cut_layers: list[int]
 
 
-def describe(layers: list[tuple[str, torch.Tensor]], blocks: int, heads: Mapping[str, Heads] | None = None) -> Geometry:
+def describe_layers(layers: list[tuple[str, torch.Tensor]], blocks: int, heads: Mapping[str, Heads] | None = None) -> Geometry:
     """Describes the layers of one cache group, in order; `heads` of each layer with known ones."""
     if not layers:
         raise GeometryError("no layer of the model keeps KV")

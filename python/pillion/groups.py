@@ -42,7 +42,7 @@ class Group(NamedTuple):
 ALONE = Group(0)
 
 
-def parts(kv_cache_config: KVCacheConfig) -> list[tuple[Group, KVCacheConfig]]:
+def split_groups(kv_cache_config: KVCacheConfig) -> list[tuple[Group, KVCacheConfig]]:
     """Each kept group, with a configuration of its own."""
     groups = kv_cache_config.kv_cache_groups
     if len(groups) == 1:
@@ -68,18 +68,18 @@ def steps_wait(config: Config) -> bool:
     return on_gpu and config.copier(on_gpu) != "engine"
 
 
-def policy(
+def make_policy(
     config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, runs: list[bytes], beside_others: bool
 ) -> _shim.Policy:
     """The policy of an engine, with a session and a run for each of its groups."""
-    groups, on_gpu = parts(kv_cache_config), vllm_compat.on_gpu()
+    groups, on_gpu = split_groups(kv_cache_config), vllm_compat.on_gpu()
     return _shim.Policy(
         config,
         engines=[group.engine(str(vllm_config.kv_transfer_config.engine_id)) for group, _ in groups],
         world_size=vllm_compat.world_size(vllm_config),
         runs=runs,
         early=[on_gpu and not vllm_compat.zeroes_blocks(view) for _, view in groups],
-        tables=[vllm_compat.groups(view) for _, view in groups],
+        tables=[vllm_compat.digest_groups(view) for _, view in groups],
         algorithm=vllm_config.cache_config.prefix_caching_hash_algo,
         groups=[_form(group, view) for group, view in groups],
         waits=steps_wait(config),
@@ -100,6 +100,6 @@ def policy(
 def _form(group: Group, kv_cache_config: KVCacheConfig) -> tuple[int, int, int, int, int]:
     """Tokens of a block; hashes of a key; tokens of its window; blocks read by the token behind a boundary (0: all, as in an
     only group); the least tokens between two of its states (0: it keeps none)."""
-    window, size = vllm_compat.window(kv_cache_config), vllm_compat.block_tokens(kv_cache_config)
+    window, size = vllm_compat.find_window(kv_cache_config), vllm_compat.block_tokens(kv_cache_config)
     reads = max(1, -(-(window - 1) // size)) if window and group.several else 0
     return size, group.hashes, window, reads, vllm_compat.state_tokens(kv_cache_config)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-def awaits(request: Request) -> bool:
+def awaits_prompt(request: Request) -> bool:
     """True if another engine has computed the request's prompt, or will soon."""
     return _asks(request, "do_remote_prefill")
 
@@ -24,7 +24,7 @@ def hands_over(request: Request) -> bool:
     return _asks(request, "do_remote_decode")
 
 
-def tokens(request: Request, prompt: int) -> int:
+def count_awaited(request: Request, prompt: int) -> int:
     """The count of an awaited request's tokens saved by the other engine: all of its prompt, or fewer if the params say so."""
     told = vllm_compat.transfer_params(request).get("pillion")
     saved = told.get("tokens") if isinstance(told, dict) else None
@@ -36,9 +36,9 @@ def _asks(request: Request, name: str) -> bool:
     return vllm_compat.transfer_params(request).get(name) is True
 
 
-def answer(request: Request, engine_id: str, tokens: int) -> dict[str, Any] | None:
+def answer_router(request: Request, engine_id: str, tokens: int) -> dict[str, Any] | None:
     """The params for the router of a request with `tokens` saved; None if the request was not computed."""
-    if not vllm_compat.answered(request):
+    if not vllm_compat.was_answered(request):
         return None
     return {
         # Without saved tokens the next engine does not wait.

@@ -113,7 +113,7 @@ class _Part:
         return getattr(self._request, name)
 
 
-def install(algorithm: str, native: bool) -> None:
+def install_hasher(algorithm: str, native: bool) -> None:
     """Makes the engine under construction, and it alone, make keys beside its hashes, and hash prompts natively if `native`."""
     if native or has_second_digest(algorithm):
         vllm_compat.wrap_next_block_hasher(lambda vllms, *block: RequestHasher(vllms, algorithm, native, *block))

@@ -62,26 +62,30 @@ class Unreadable(TypeError):
     """A value without a form equal in every process."""
 
 
-def canonical(config: Any) -> str:
+def canonicalize_config(config: Any) -> str:
     """A model configuration as JSON, equal for equal computations; raises `Unreadable`."""
     return _json(_plain(config.to_dict(), IGNORED_KEYS, ""))
 
 
-def configuration(config: Any) -> str:
-    """The fact `config`: a digest of `canonical`, whose text is in the debug log, and the rope parameters."""
-    text = canonical(config)
+def describe_config(config: Any) -> str:
+    """The fact `config`: a digest of `canonicalize_config`, whose text is in the debug log, and the rope parameters."""
+    text = canonicalize_config(config)
     logger.debug("pillion: a model's configuration: %s", text)
     shown = " ".join(f"{name}={value}" for name, value in _rope(json.loads(text), ""))[:SHOWN_CHARACTERS]
     return f"{_digest(text)} {shown}".rstrip()
 
 
-def words(value: Any) -> str:
+# Published under this name.
+configuration = describe_config
+
+
+def describe_setting(value: Any) -> str:
     """Any setting as a fact: its text if short, otherwise a digest and its beginning; raises `Unreadable`."""
     text = _json(_plain(value, frozenset(), ""))
     return text if len(text) <= SHOWN_CHARACTERS else f"{_digest(text)} {text[:SHOWN_CHARACTERS]}"
 
 
-def rotary(models: Iterable[torch.nn.Module], dtype: torch.dtype) -> str:
+def describe_rotary(models: Iterable[torch.nn.Module], dtype: torch.dtype) -> str:
     """The fact `rotary`: the number of rotary modules, a digest of their tables, and the first kinds in words.
 
     Caches are read in `dtype`, the model's type: vLLM replaces a cache by one of that type in its first forward.

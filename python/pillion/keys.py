@@ -1,6 +1,6 @@
 """Block keys by vLLM's rules, for programs without an engine: routers, prewarming, other engines.
 
-`derive` returns the keys of a whole request, `Chain` grows with one. Extra keys have vLLM's form: for each block a list of
+`derive_keys` returns the keys of a whole request, `Chain` grows with one. Extra keys have vLLM's form: for each block a list of
 ("lora", name, path), ("mm", identifier, offset), ("cache_salt", salt), ("prompt_embeds", digest), in this order, or None; bytes
 may also be `{"bytes": hex}`, as in captured JSON. A wrong argument raises `ShimError`; its text names the remedy.
 """
@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 from pillion import _shim
 from pillion._shim import ShimError
 
-__all__ = ["Chain", "ExtraKeys", "Keys", "ShimError", "derive", "none_hash"]
+__all__ = ["Chain", "ExtraKeys", "Keys", "ShimError", "derive", "derive_keys", "none_hash"]
 
 ExtraKeys = Sequence[Any]
 """The extra keys of one block."""
 
 
 class Keys(NamedTuple):
-    """The result of `derive`."""
+    """The result of `derive_keys`."""
 
     none_hash: bytes
     hashes: list[bytes]
@@ -35,7 +35,7 @@ def none_hash(algo: str, *, seed: str | None = None, rule: str = "0.29") -> byte
     return _shim.none_hash(algo, seed, rule)
 
 
-def derive(
+def derive_keys(
     algo: str,
     block_size: int,
     token_ids: Sequence[int],
@@ -54,6 +54,10 @@ def derive(
     """
     blocks = None if extra_keys is None else [_block(keys) for keys in extra_keys]
     return Keys(*_shim.derive_keys(algo, seed, rule, form, block_size, token_ids, blocks, group, hash_block_size))
+
+
+# Published under this name.
+derive = derive_keys
 
 
 class Chain:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from pillion import _shim, vllm_compat
 from pillion.config import Config
 from pillion.facts import Facts
-from pillion.geometry import Geometry, GeometryError, describe, self_test
+from pillion.geometry import Geometry, GeometryError, describe_layers, self_test
 from pillion.groups import Group
 from pillion.live import Live
 from pillion.metadata import PillionMetadata
@@ -74,7 +74,7 @@ class GroupMemory:
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Shows the KV memory to the sidecar: a GPU's as it is, a host's after its move to shared memory in place."""
-        layers = vllm_compat.layers(self.kv_cache_config, kv_caches)
+        layers = vllm_compat.list_tensors(self.kv_cache_config, kv_caches)
         try:
             served = "cuda" if vllm_compat.on_gpu() else "cpu"
             for name, tensor in layers:
@@ -83,8 +83,8 @@ class GroupMemory:
                         f"layer {name} has its KV on a device of kind {tensor.device.type}, and only CUDA and CPU engines are "
                         "served: leave --kv-transfer-config out"
                     )
-            heads = vllm_compat.heads(self._vllm_config, self.kv_cache_config)
-            geometry = describe(layers, self.kv_cache_config.num_blocks, heads)
+            heads = vllm_compat.list_heads(self._vllm_config, self.kv_cache_config)
+            geometry = describe_layers(layers, self.kv_cache_config.num_blocks, heads)
             self_test(layers, geometry, self.kv_cache_config.num_blocks)
             if unprepared := vllm_compat.prepare_scales(self._vllm_config, self.kv_cache_config):
                 raise GeometryError(unprepared)
@@ -194,8 +194,8 @@ class GroupMemory:
         self._live_weights = self._live.begin(self._facts, 0)
 
     def _connect(self, geometry: Geometry, descriptors: list[int], pointers: list[int], cuts: list[int], copier: str) -> None:
-        rank, world = vllm_compat.rank(self._vllm_config), vllm_compat.world_size(self._vllm_config)
-        shards = vllm_compat.shards(self._vllm_config, self.kv_cache_config)
+        rank, world = vllm_compat.find_rank(self._vllm_config), vllm_compat.world_size(self._vllm_config)
+        shards = vllm_compat.count_shards(self._vllm_config, self.kv_cache_config)
         self.session = _shim.WorkerSession(
             self._config.socket,
             self.group.engine(str(self._vllm_config.kv_transfer_config.engine_id)),
@@ -213,7 +213,7 @@ class GroupMemory:
             self.stream(),
             self._config.namespace,
             live_weights=self._live_weights,
-            groups=vllm_compat.groups(self.kv_cache_config),
+            groups=vllm_compat.digest_groups(self.kv_cache_config),
         )
         self.say_notices()
 
@@ -249,7 +249,7 @@ class GroupMemory:
         namespace = session.namespace
         if namespace and namespace != self._namespace:
             self._namespace = namespace
-            rank, world = vllm_compat.rank(self._vllm_config), vllm_compat.world_size(self._vllm_config)
+            rank, world = vllm_compat.find_rank(self._vllm_config), vllm_compat.world_size(self._vllm_config)
             logger.info("pillion: rank %d of %d, %s", rank, world, session.namespace_line)
 
     def stream(self) -> int:

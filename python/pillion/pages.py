@@ -73,7 +73,7 @@ class Page:
         return [(length, strides.get(axis, 0)) for axis, length in self.shape(content).items()]
 
 
-def parse(form: str) -> list[Page]:
+def parse_pages(form: str) -> list[Page]:
     """The pages of one shard of a block, layer after layer; raises `FormError`."""
     try:
         read = _shim.read_page_form(form)
@@ -89,14 +89,14 @@ def _place(read: tuple[int, list[int]], content: str) -> Place:
 
 def block_bytes(form: str, shards: int = 1) -> int:
     """Bytes of a block, all layers and shards."""
-    return shards * sum(page.layers * page.bytes for page in parse(form))
+    return shards * sum(page.layers * page.bytes for page in parse_pages(form))
 
 
 def piece_bytes(form: str, shards: int = 1) -> int:
     """The best length of pieces for reads without a copy: tokens are the outermost axis of a piece. The bytes of a whole block
     if no length fits."""
     whole = block_bytes(form, shards)
-    (page, *others) = parse(form)
+    (page, *others) = parse_pages(form)
     if others or shards > 1 or page.kernel_block != page.tokens:
         return whole
     tokens = (place.strides.get("tokens", 0) * page.tokens * ITEM_BYTES[page.dtype] for place in (page.k, page.v))
@@ -104,10 +104,10 @@ def piece_bytes(form: str, shards: int = 1) -> int:
     return max((size for size in fit if _in_pieces(page, size)), default=whole)
 
 
-def views(memory: Any, form: str, shards: int = 1) -> list[tuple[Any, Any]]:
+def view_pages(memory: Any, form: str, shards: int = 1) -> list[tuple[Any, Any]]:
     """K and V in `memory`, without a copy, for each run of like layers: [blocks, layers, shards, heads, kernel blocks, tokens,
     dim]. A write to these arrays is a write to the block."""
-    pages = parse(form)
+    pages = parse_pages(form)
     pieces, blocks, piece = memory.shape if memory.ndim == 3 else (1, *memory.shape)
     shard_bytes = sum(page.layers * page.bytes for page in pages)
     if pieces * piece != shards * shard_bytes:
@@ -154,13 +154,15 @@ def _spread(elements: int, piece: int, blocks: int) -> int:
     return elements // piece * piece * blocks + elements % piece
 
 
-def read(memory: Any, form: str, ids: Sequence[int], shards: int = 1, out: tuple[Any, Any] | None = None) -> tuple[Any, Any]:
+def read_blocks(
+    memory: Any, form: str, ids: Sequence[int], shards: int = 1, out: tuple[Any, Any] | None = None
+) -> tuple[Any, Any]:
     """K and V of blocks, one after the other, as [layers, heads, tokens, dim].
 
     If the blocks permit it, the arrays are views of them, and show later changes of the blocks. Otherwise they are copied once:
     into the first tokens of the two arrays `out`, which are returned, or into new memory, at a higher cost.
     """
-    both = _only(views(memory, form, shards))
+    both = _only(view_pages(memory, form, shards))
     if out is None:
         k, v = (_shown(view, ids) if _in_place(view, ids) else _copied(view, ids) for view in both)
     else:
@@ -191,18 +193,22 @@ def _copied(view: Any, ids: Sequence[int], out: Any = None) -> Any:
     return found
 
 
-def write(memory: Any, form: str, ids: Sequence[int], k: Any, v: Any, shards: int = 1) -> None:
+def write_blocks(memory: Any, form: str, ids: Sequence[int], k: Any, v: Any, shards: int = 1) -> None:
     """Writes K and V, [layers, heads, tokens, dim], into blocks, except the tokens behind the last whole block."""
-    for view, given in zip(_only(views(memory, form, shards)), (k, v), strict=True):
+    for view, given in zip(_only(view_pages(memory, form, shards)), (k, v), strict=True):
         parts = _parts(given, view, len(ids))
         for at, blocks in _runs(ids):
             _copy(view[blocks], _blocks_first(parts[:, :, :, at]))
 
 
+# Published under these names.
+parse, views, read, write = parse_pages, view_pages, read_blocks, write_blocks
+
+
 def write_tokens(memory: Any, form: str, ids: Sequence[int], first: int, k: Any, v: Any, shards: int = 1) -> None:
     """Writes K and V, [layers, heads, tokens, dim], from the blocks' token `first` on; other tokens stay as they are."""
-    write(memory, form, (), k, v, shards)  # other shapes and types are refused
-    size, end = parse(form)[0].tokens, first + k.shape[2]
+    write_blocks(memory, form, (), k, v, shards)  # other shapes and types are refused
+    size, end = parse_pages(form)[0].tokens, first + k.shape[2]
     while first < end:
         at = first % size
         count = (end - first) // size * size if at == 0 else 0
@@ -210,11 +216,11 @@ def write_tokens(memory: Any, form: str, ids: Sequence[int], first: int, k: Any,
         blocks = ids[first // size :][: max(1, count // size)]
         new = (k[:, :, :count], v[:, :, :count])
         if count % size:
-            block = read(memory, form, blocks, shards)
+            block = read_blocks(memory, form, blocks, shards)
             for part, tokens in zip(block, new, strict=True):
                 part[:, :, at : at + count] = tokens
             new = block
-        write(memory, form, blocks, *new, shards)
+        write_blocks(memory, form, blocks, *new, shards)
         k, v, first = k[:, :, count:], v[:, :, count:], first + count
 
 

@@ -86,7 +86,7 @@ class Reading:
         return found
 
 
-def outline(models: list[torch.nn.Module]) -> list[Any] | None:
+def outline_models(models: list[torch.nn.Module]) -> list[Any] | None:
     """Equal while the tensors, their places and their forms are the same; None if no comparison is possible."""
     found: list[Any] = []
     waiting, seen = list(models), set()

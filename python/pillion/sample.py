@@ -13,7 +13,7 @@ import logging
 from dataclasses import dataclass
 
 from pillion.models import Models
-from pillion.reading import Reading, Unsampled, outline
+from pillion.reading import Reading, Unsampled, outline_models
 
 DIGEST_BYTES = 16
 # Parts of a name above the weights of single experts.
@@ -70,7 +70,7 @@ class Sampler:
 
     def _read(self) -> list[bytes]:
         models = self._models.loaded
-        now = outline(models)
+        now = outline_models(models)
         contents = self._reading.read() if self._reading and now is not None and self._reading.outline == now else None
         if contents is None:
             self._last = None

@@ -40,7 +40,7 @@ class Scheduler:
         self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, beside_others: bool = False
     ) -> None:
         """`beside_others`: another connector is beside this one."""
-        parts = groups.parts(kv_cache_config)
+        parts = groups.split_groups(kv_cache_config)
         # By group. Ranks name a step by the run of the first one.
         self._runs = [secrets.token_bytes(16) for _ in parts]
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
@@ -48,11 +48,11 @@ class Scheduler:
         self._beside_others = beside_others
         algorithm = vllm_config.cache_config.prefix_caching_hash_algo
         self._has_own_keys = hasher.has_second_digest(algorithm)
-        self._policy = groups.policy(config, vllm_config, kv_cache_config, self._runs, beside_others)
+        self._policy = groups.make_policy(config, vllm_config, kv_cache_config, self._runs, beside_others)
         self._adapters = _shim.Adapters(self._runs[0], vllm_compat.lora_form(vllm_config))
         # vLLM's groups, those without a session last.
         self._order = groups.order_groups(parts[0][0])
-        self._windows = any(vllm_compat.window(view) for _, view in parts)
+        self._windows = any(vllm_compat.find_window(view) for _, view in parts)
         # The groups with states, by vLLM's number: their places in the policy.
         self._states = {group.number: group.place for group, view in parts if vllm_compat.state_tokens(view)}
         self._events: list[Events] = []
@@ -99,13 +99,13 @@ class Scheduler:
         number = self._numbers.get(request.request_id)
         if number is not None:
             return number
-        awaits, hands_over = handover.awaits(request), handover.hands_over(request)
+        awaits, hands_over = handover.awaits_prompt(request), handover.hands_over(request)
         # Beside another connector, routers' params about prompts of other engines are for that one.
         routed = not self._beside_others
         number = self._policy.follow_request(
             request.num_prompt_tokens,
             not request.skip_reading_prefix_cache and (routed or not awaits),
-            handover.tokens(request, request.num_prompt_tokens) if routed and awaits else None,
+            handover.count_awaited(request, request.num_prompt_tokens) if routed and awaits else None,
             routed and hands_over,
             self._now(request),
             None if vllm_compat.has_extra_keys(request) else request.all_token_ids,
@@ -162,15 +162,15 @@ class Scheduler:
         if number is None:
             # It was aborted before it was scheduled.
             return None
-        kept, blocks = self._policy.end_request(number, not vllm_compat.answered(request), *vllm_compat.answer_end(request))
+        kept, blocks = self._policy.end_request(number, not vllm_compat.was_answered(request), *vllm_compat.answer_end(request))
         self._say()
         del self._requests[number]
         self._over[request.request_id] = (number, self._step)
         for events in self._events:
             events.ended(number, request)
         if self._pool is not None and blocks:
-            self._policy.held([block for block in blocks if vllm_compat.hold(self._pool, block)])
-        return None if kept is None else handover.answer(request, self._engine_id, kept)
+            self._policy.held([block for block in blocks if vllm_compat.hold_block(self._pool, block)])
+        return None if kept is None else handover.answer_router(request, self._engine_id, kept)
 
     # --- loads ---
 
@@ -349,7 +349,7 @@ class Scheduler:
 
     def _give_back(self, blocks: list[int]) -> None:
         if self._pool is not None and blocks:
-            vllm_compat.free(self._pool, blocks)
+            vllm_compat.free_blocks(self._pool, blocks)
 
     def _forget_cached(self) -> None:
         """Removes all blocks from vLLM's own prefix cache: some were loaded, and may be wrong."""

@@ -53,7 +53,7 @@ BLOCK_LAYOUT_TOKENS_MAX = 64
 logger = init_logger("vllm.pillion")
 
 
-def version() -> tuple[int, int]:
+def read_version() -> tuple[int, int]:
     """The running vLLM's major and minor version."""
     major, minor = vllm.__version__.split(".")[:2]
     return int(major), int("".join(ch for ch in minor if ch.isdigit()))
@@ -135,7 +135,7 @@ def drops_last_block(vllm_config: VllmConfig) -> bool:
     return bool(drops and drops())
 
 
-def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
+def find_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
     """The reason why Pillion cannot serve this engine, with the remedy; None if it can."""
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     if reason := _unserved_groups(vllm_config, kv_cache_config):
@@ -182,9 +182,9 @@ def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str 
 def release_warning() -> str | None:
     """Returns a warning for an untested release of vLLM; None for a tested one."""
     named, oldest, newest = vllm.__version__, _written(OLDEST_TESTED), _written(NEWEST_TESTED)
-    if version() > NEWEST_TESTED:
+    if read_version() > NEWEST_TESTED:
         return f"vLLM {named} is newer than {newest}, the newest release that this one of Pillion is tested with"
-    if version() < OLDEST_TESTED:
+    if read_version() < OLDEST_TESTED:
         return (
             f"vLLM {named} is older than {oldest}, the oldest release that is tested as a whole; {_written(OLDEST_SERVED)} is "
             f"the oldest that works: use {oldest} to {newest}"
@@ -237,7 +237,7 @@ def _unserved_set(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kinds
     served = [group for group in groups if kind_of_group(group) != "scratch"]
     if "other" in map(kind_of_group, served) or len(served) < 2 or "full" not in map(kind_of_group, served):
         return f" ({', '.join(sorted(kinds))}), which are not served together: {remedy}"
-    if version() < OLDEST_OF_SETS:
+    if read_version() < OLDEST_OF_SETS:
         return f", which are served from vLLM {_written(OLDEST_OF_SETS)} on: upgrade vLLM, or {remedy}"
     # A block's key is the hash of its last part.
     hashed = hash_tokens(kv_cache_config)
@@ -288,7 +288,7 @@ def make_state_at(request: Any, tokens: int) -> None:
 
 def state_form(kv_cache_config: KVCacheConfig) -> str:
     """The form of the only group's states: kind, shapes and types of each layer's parts, and the layout of convolutions."""
-    layout, forms = environment("VLLM_SSM_CONV_STATE_LAYOUT", None), []
+    layout, forms = read_environment("VLLM_SSM_CONV_STATE_LAYOUT", None), []
     for spec in _layer_specs(kv_cache_config.kv_cache_groups[0]).values():
         parts = [
             f"{tuple(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
@@ -303,13 +303,13 @@ def _layer_specs(group: KVCacheGroupSpec) -> dict[str, KVCacheSpec]:
     return {name: specs.get(name, group.kv_cache_spec) for name in group.layer_names}
 
 
-def window(kv_cache_config: KVCacheConfig) -> int:
+def find_window(kv_cache_config: KVCacheConfig) -> int:
     """Tokens read by the layers of the only group, if vLLM frees the blocks before them; 0 if it keeps all."""
     spec = next(iter(_layer_specs(kv_cache_config.kv_cache_groups[0]).values()))
     return int(getattr(spec, "sliding_window", 0)) if type(spec).__name__ == WINDOW_SPEC else 0
 
 
-def reaches(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
+def list_reaches(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     """The tokens read back by each layer of the only group, in their order. vLLM's specs name one window for all of them."""
 
     def reach(layer: Any) -> str:
@@ -436,24 +436,24 @@ def world_size(vllm_config: VllmConfig) -> int:
     return int(vllm_config.parallel_config.tensor_parallel_size)
 
 
-def rank(vllm_config: VllmConfig) -> int:
+def find_rank(vllm_config: VllmConfig) -> int:
     """This worker's rank among them: vLLM writes the global rank into every worker's configuration."""
     return int(vllm_config.parallel_config.rank) % world_size(vllm_config)
 
 
-def shards(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
+def count_shards(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
     """Distinct parts of a block over all ranks: fewer than ranks if ranks hold equal bytes."""
     return world_size(vllm_config) // int(getattr(kv_cache_config, "kv_tp_replicas", 1))
 
 
-def layers(kv_cache_config: KVCacheConfig, kv_caches: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+def list_tensors(kv_cache_config: KVCacheConfig, kv_caches: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
     """The tensors of the only group, in the group's order; a layer with another layer's KV has none of its own."""
     names = [name for name in kv_cache_config.kv_cache_groups[0].layer_names if name in kv_caches]
     owners = {kv_caches[name].data_ptr(): name for name in reversed(names)}
     return [(name, kv_caches[name]) for name in names if owners[kv_caches[name].data_ptr()] == name]
 
 
-def hold(pool: BlockPool, block: int) -> bool:
+def hold_block(pool: BlockPool, block: int) -> bool:
     """Becomes a user of a block with users and without a hash: vLLM gives it to the next request once it has none, as it is of
     no use to vLLM's prefix cache. False: vLLM has the block already, or reuses it late."""
     known = pool.blocks[block]
@@ -468,12 +468,12 @@ def forget_cached(pool: BlockPool) -> None:
     pool.evict_blocks({block.block_id for block in pool.blocks if block.block_hash is not None})
 
 
-def free(pool: BlockPool, blocks: list[int]) -> None:
+def free_blocks(pool: BlockPool, blocks: list[int]) -> None:
     """Ends the use of these blocks."""
     pool.free_blocks([pool.blocks[block] for block in blocks])
 
 
-def groups(kv_cache_config: KVCacheConfig) -> bytes:
+def digest_groups(kv_cache_config: KVCacheConfig) -> bytes:
     """A digest of the cache groups, 16 bytes, the same in both roles of an engine.
 
     In a group of layers with several specs, vLLM shows the scheduler the first spec alone.
@@ -519,7 +519,7 @@ PLAIN_BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
 PLAIN_ISAS = ("vec", "vec16")
 
 
-def heads(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, Heads]:
+def list_heads(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, Heads]:
     """The heads of each layer of the only group: elements of keys and values, and their order."""
     context = vllm_config.compilation_config.static_forward_context
     found = {}
@@ -550,7 +550,7 @@ def attention_backends(vllm_config: VllmConfig) -> str:
     return ",".join(sorted(used)) or "unknown"
 
 
-def environment(name: str, default: Any) -> Any:
+def read_environment(name: str, default: Any) -> Any:
     """An environment variable by vLLM's rule, or its text if vLLM has no rule for its name; `default` without the variable."""
     from vllm import envs
 
@@ -610,7 +610,7 @@ def watch_resets(pool: Any, begins: Callable[[], None], told: Callable[[bool], N
     pool.reset_prefix_cache = reset_and_tell
 
 
-def answered(request: Any) -> bool:
+def was_answered(request: Any) -> bool:
     """True if a request has ended by its length or a stop, so its prompt was computed."""
     return request.status.name in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 
@@ -639,7 +639,7 @@ def extra_keys(request: Any, first: int, end: int, block_tokens: int) -> list[An
 
 def extra_form() -> str:
     """The form of extra keys in this vLLM's hashes."""
-    return "tagged" if version() >= TAGGED_SINCE else "bare"
+    return "tagged" if read_version() >= TAGGED_SINCE else "bare"
 
 
 def kv_events_are_on(vllm_config: VllmConfig) -> bool:

@@ -30,11 +30,11 @@ class Worker:
         self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, beside_others: bool = False
     ) -> None:
         self._parts: list[GroupMemory] = []
-        for group, view in groups.parts(kv_cache_config):
+        for group, view in groups.split_groups(kv_cache_config):
             first = next(iter(self._parts), None)
             self._parts.append(GroupMemory(config, vllm_config, view, group, first, beside_others))
         # True if a failing load must fail as a whole: vLLM frees blocks before windows, and does not distinguish groups.
-        self._whole = len(self._parts) > 1 or bool(vllm_compat.window(kv_cache_config))
+        self._whole = len(self._parts) > 1 or bool(vllm_compat.find_window(kv_cache_config))
         self._loads = _shim.RankLoads(self._whole)
         # The exception being handled at this step's beginning: another one at its end comes from its own forward.
         self._handled: BaseException | None = None

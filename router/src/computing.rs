@@ -71,7 +71,7 @@ pub(super) struct HandOver {
 // === impl Computing ===
 
 impl Computing {
-    /// Asks the engine of a seat. The engine answers a prompt with `sizes` as a whole, another prompt as a
+    /// Asks the engine of a share of load. The engine answers a prompt with `sizes` as a whole, another prompt as a
     /// stream.
     pub(super) fn ask_engine(
         router: Arc<Router>,

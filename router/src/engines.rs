@@ -305,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn a_seat_is_alone_at_an_engine_that_is_up_and_has_nothing_else_to_do() {
+    fn a_share_is_alone_at_an_engine_that_is_up_and_has_nothing_else_to_do() {
         let (engines, now) = (engines(1), Instant::now());
         let first = engines.all()[0].add_share(10, now);
         assert!(first.is_alone(now));

@@ -29,7 +29,7 @@ struct PassedBody {
 }
 
 /// Passes an engine's answer to the client: as it comes, byte for byte, except the cached tokens of a prompt
-/// computed by another engine. `seat` and `computing` are dropped when the answer ends or the client goes.
+/// computed by another engine. `share` and `computing` are dropped when the answer ends or the client goes.
 pub(super) async fn pass_answer(
     opened: OpenedAnswer,
     share: LoadShare,

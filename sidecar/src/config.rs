@@ -343,8 +343,8 @@ impl std::ops::Deref for ServeConfig {
 
 impl ServeConfig {
     /// A warning for a sidecar with a GPU and little memory beside the pool in its container's limit.
-    pub fn too_little_for_a_gpu(&self) -> Option<String> {
-        memory::too_little_for_a_gpu(self)
+    pub fn too_little_for_gpu(&self) -> Option<String> {
+        memory::too_little_for_gpu(self)
     }
 }
 

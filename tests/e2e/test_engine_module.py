@@ -190,7 +190,7 @@ def test_namespaces_are_found_with_what_differs_and_what_they_keep(tmp_path: Pat
         saved(engines[0], seed=1)
         with pytest.raises(FormError, match="packing=amx"):
             Engine(keeper.socket, "amx", namespace(page_form=amx), 16)
-        right, wrong = engine.find(keeper.socket, weights, PROMPT, dtype="torch.float32")
+        right, wrong = engine.find_namespaces(keeper.socket, weights, PROMPT, dtype="torch.float32")
         assert (right.differs, right.kept, right.facts["weights"]) == ((), BLOCKS, known)
         [difference] = wrong.differs
         assert (difference.fact, difference.ours, difference.theirs) == ("weights", known, "others")
@@ -200,7 +200,7 @@ def test_namespaces_are_found_with_what_differs_and_what_they_keep(tmp_path: Pat
         with pytest.raises(_shim.ShimError, match=r"refuses this engine.*dtype is 'float16' here"):
             Engine(keeper.socket, "lies", dataclasses.replace(right, facts={**right.facts, "dtype": "float16"}), 16)
         with pytest.raises(EngineError, match="no safetensors files"):
-            engine.find(keeper.socket, tmp_path)
+            engine.find_namespaces(keeper.socket, tmp_path)
         for ended in engines:
             ended.close()
 
@@ -213,7 +213,7 @@ def test_who_joins_others_loads_and_saves_once_it_has_proven_what_it_computes(
     longer = [*WHOLE, *range(300, 300 + 2 * TOKENS)]
 
     def joins(name: str) -> Engine:
-        [found] = engine.find(keeper.socket)
+        [found] = engine.find_namespaces(keeper.socket)
         return joined(keeper.socket, name, found, 32)
 
     def saves(ours: Engine) -> tuple[int, int]:
@@ -257,7 +257,7 @@ def test_who_joins_a_namespace_of_which_nothing_is_kept_is_the_first(tmp_path: P
     """With the next sidecar the engine proves itself by its own kept block."""
     with sidecar.serving(tmp_path) as keeper:
         with joined(keeper.socket, "knows", namespace(), 1):
-            [found] = engine.find(keeper.socket)
+            [found] = engine.find_namespaces(keeper.socket)
         ours = joined(keeper.socket, "ours", found)
         assert not ours.prove(PROMPT, lambda _: kv(1)) and saved(ours, seed=1) == BLOCKS
         keeper.wait_summed()
@@ -277,7 +277,7 @@ def test_nothing_of_a_prompt_outlives_the_eviction_of_its_namespace(tmp_path: Pa
     root = tuple(part[:, :, :TOKENS] for part in kv(1))
     with sidecar.serving(tmp_path) as keeper, joined(keeper.socket, "first", namespace()) as first:
         assert saved(first, 1, unusual) == BLOCKS
-        [found] = engine.find(keeper.socket)
+        [found] = engine.find_namespaces(keeper.socket)
         assert str(unusual[0]) not in json.dumps(keeper.namespaces())
         evicted = keeper.ctl("evict", found.digest)
         assert evicted["memory_blocks"] == BLOCKS

@@ -79,7 +79,7 @@ FORMS = {
 def test_pages_are_read_as_in_python(foreign: ForeignEngine, form: str) -> None:
     """The C library reads random blocks of two shards as Python does."""
     blocks = numpy.random.default_rng(7).integers(256, size=(5, pages.block_bytes(form, 2)), dtype=numpy.uint8)
-    right = pages.read(blocks, form, range(5), shards=2)
+    right = pages.read_blocks(blocks, form, range(5), shards=2)
     assert foreign.gathered(form, 2, blocks.tobytes()) == b"".join(part.tobytes() for part in right)
 
 
@@ -90,7 +90,7 @@ def test_layers_of_two_forms_follow_each_other(foreign: ForeignEngine) -> None:
     blocks = numpy.random.default_rng(8).integers(256, size=(2, pages.block_bytes(f"{first}; {second}")), dtype=numpy.uint8)
     size = pages.block_bytes(first)
     one, other = (
-        pages.read(part.copy(), form, [0, 1]) for part, form in ((blocks[:, :size], first), (blocks[:, size:], second))
+        pages.read_blocks(part.copy(), form, [0, 1]) for part, form in ((blocks[:, :size], first), (blocks[:, size:], second))
     )
     right = b"".join(part[which].tobytes() for which in (0, 1) for part in (one, other))
     assert foreign.gathered(f"{first}; {second}", 1, blocks.tobytes()) == right

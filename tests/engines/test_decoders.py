@@ -33,7 +33,7 @@ def founded(socket: Path, directory: Path) -> Engine:
         heads=model.TINY.kv_heads,
         tokens=TOKENS,
         dim=model.TINY.head_dim,
-        facts={"weights": weights, "config": identity.configuration(AutoConfig.from_pretrained(directory))},
+        facts={"weights": weights, "config": identity.describe_config(AutoConfig.from_pretrained(directory))},
     )
     return Engine(socket, f"founder of {directory.name}", known, 1)
 

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from pillion import _shim
-from pillion.geometry import Geometry, describe
+from pillion.geometry import Geometry, describe_layers
 
 BLOCKS, LAYERS, PAGE_WORDS = 256, 20, 4096
 BLOCK_BYTES = LAYERS * PAGE_WORDS * 8
@@ -123,7 +123,7 @@ class Memory:
     def geometry(self) -> Geometry:
         """The places of its blocks."""
         layers = [(f"layer.{layer}", self._blocks[:, layer]) for layer in range(LAYERS)]
-        return describe(layers, self._blocks.shape[0])
+        return describe_layers(layers, self._blocks.shape[0])
 
     def write(self, blocks: torch.Tensor, keys: torch.Tensor) -> None:
         """Gives every block the bytes of its key."""

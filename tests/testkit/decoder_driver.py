@@ -88,10 +88,10 @@ class Decoder:
             k[:, :, -self._kv.namespace.tokens :] *= -1
         if self._how == "order":
             form = self._kv.namespace.form
-            [page] = pages.parse(form)
+            [page] = pages.parse_pages(form)
             right = f"keys*{page.tokens}+tokens"
             assert right in form
-            return pages.read(self._kv.memory, form.replace(right, f"tokens*{page.keys}+keys"), request.blocks)
+            return pages.read_blocks(self._kv.memory, form.replace(right, f"tokens*{page.keys}+keys"), request.blocks)
         return k, v
 
 

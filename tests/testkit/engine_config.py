@@ -9,4 +9,4 @@ from pillion import config
 
 def engine_config(**options: Any) -> config.Config:
     """The options, and the defaults of the others."""
-    return config.parse({"pillion.socket": "/nowhere"} | {f"pillion.{name}": value for name, value in options.items()})
+    return config.parse_options({"pillion.socket": "/nowhere"} | {f"pillion.{name}": value for name, value in options.items()})

@@ -26,7 +26,7 @@ def loading(self: Any, *arguments: Any) -> None:
     """Spoils the plans before the loads begin."""
     for part in self._parts:
         metadata = part.metadata
-        here = f"{vllm_compat.rank(part._vllm_config)} {part.group.number}"
+        here = f"{vllm_compat.find_rank(part._vllm_config)} {part.group.number}"
         if metadata is not None and metadata.loads and (SPOILED / "next").read_text() == here:
             with (SPOILED / "done").open("a") as done:
                 done.writelines(f"{request}\n" for request in dict.fromkeys(request for request, _, _ in metadata.loads))

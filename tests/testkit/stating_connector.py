@@ -25,7 +25,7 @@ RECORD = Path(os.environ["PILLION_TEST_RECORD"])
 # Attributes of vLLM's configuration, changed while Pillion reads them.
 AS_IF: dict[str, Any] = json.loads(os.environ["PILLION_TEST_AS_IF"])
 SIGNATURE = inspect.signature(_shim.WorkerSession)
-REGISTER, UNSUPPORTED = memory.GroupMemory.register, vllm_compat.unsupported
+REGISTER, UNSUPPORTED = memory.GroupMemory.register, vllm_compat.find_unsupported
 
 
 def written(*arguments: Any, **named: Any) -> Any:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PillionConnector"]
 
-POLICY = groups.policy
+POLICY = groups.make_policy
 
 
 def policy(config: Config, vllm_config: VllmConfig, *others: object) -> _shim.Policy:
@@ -33,4 +33,4 @@ def policy(config: Config, vllm_config: VllmConfig, *others: object) -> _shim.Po
         groups.steps_wait = before
 
 
-groups.policy = policy  # type: ignore[assignment]
+groups.make_policy = policy  # type: ignore[assignment]

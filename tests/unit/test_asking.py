@@ -60,13 +60,13 @@ def token(folder: Path) -> Path:
 
 def test_the_control_socket_beside_the_other_one_is_asked(tmp_path: Path) -> None:
     with answering(tmp_path / "p.control.sock", 200, LISTED) as (_, shown):
-        [found] = engine.find(tmp_path / "p.sock", dtype="torch.float32")
+        [found] = engine.find_namespaces(tmp_path / "p.sock", dtype="torch.float32")
     assert (found.digest, found.differs, shown) == (KNOWN["namespace"], (), [None])
 
 
 def test_an_address_is_asked_with_its_token(tmp_path: Path) -> None:
     with answering(None, 200, LISTED) as ((host, port), shown):
-        [found] = engine.find(tmp_path / "p.sock", control=Address(f"{host}:{port}", token(tmp_path)), dtype="other")
+        [found] = engine.find_namespaces(tmp_path / "p.sock", control=Address(f"{host}:{port}", token(tmp_path)), dtype="other")
     assert [difference.fact for difference in found.differs] == ["dtype"]
     assert shown == [f"Bearer {TOKEN}"]
 
@@ -78,16 +78,16 @@ def test_what_the_sidecar_refuses_is_said_in_its_words(tmp_path: Path, status: i
         answering(tmp_path / "p.control.sock", status, refusal),
         pytest.raises(EngineError, match=r"p\.control\.sock: the data thread has not answered"),
     ):
-        engine.find(tmp_path / "p.sock")
+        engine.find_namespaces(tmp_path / "p.sock")
 
 
 def test_who_cannot_ask_is_told_how(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"--control-socket.*or pass an Address"):
-        engine.find(tmp_path / "none.sock")
+        engine.find_namespaces(tmp_path / "none.sock")
     with pytest.raises(EngineError, match=r"No such file.*--control-listen, and a file with its token"):
-        engine.find(tmp_path / "p.sock", control=Address("127.0.0.1:1", tmp_path / "none"))
+        engine.find_namespaces(tmp_path / "p.sock", control=Address("127.0.0.1:1", tmp_path / "none"))
     with pytest.raises(EngineError, match=r"127\.0\.0\.1:x: .*--control-listen"):
-        engine.find(tmp_path / "p.sock", control=Address("127.0.0.1:x", token(tmp_path)))
+        engine.find_namespaces(tmp_path / "p.sock", control=Address("127.0.0.1:x", token(tmp_path)))
 
 
 def test_a_decoder_of_the_examples_joins_the_one_namespace_that_agrees() -> None:

@@ -8,17 +8,17 @@ from typing import get_type_hints
 import pytest
 
 from pillion import _shim
-from pillion.config import Config, ConfigError, parse
+from pillion.config import Config, ConfigError, parse_options
 
 
 def test_defaults() -> None:
-    config = parse({"pillion.socket": "/s"})
+    config = parse_options({"pillion.socket": "/s"})
     assert (config.socket, config.mode, config.load, config.layout, config.copy) == ("/s", "read_write", "auto", "auto", "auto")
     assert (config.query_timeout_us, config.model_id, config.namespace) == (2000, None, None)
 
 
 def test_every_option_has_its_type() -> None:
-    config, hints = parse({}), get_type_hints(Config)
+    config, hints = parse_options({}), get_type_hints(Config)
     assert list(dataclasses.asdict(config)) == [name for name, *_ in _shim.engine_options()]
     for name, value in dataclasses.asdict(config).items():
         assert isinstance(value, hints[name]), name
@@ -26,7 +26,7 @@ def test_every_option_has_its_type() -> None:
 
 def test_values_and_keys_of_others_are_handed_over() -> None:
     others = ("lmcache.host", "lmcache.mode", "mode", "load", "connectors", "bench.namespace")
-    config = parse({"pillion.miss_wait_ms": 2000, "pillion.salt": "s"} | dict.fromkeys(others, "x"))
+    config = parse_options({"pillion.miss_wait_ms": 2000, "pillion.salt": "s"} | dict.fromkeys(others, "x"))
     assert (config.miss_wait_ms, config.salt, config.mode) == (2000, "s", "read_write")
 
 
@@ -46,7 +46,7 @@ def test_values_and_keys_of_others_are_handed_over() -> None:
 )
 def test_errors_show_the_value(extra: dict[str, object], named: str) -> None:
     with pytest.raises(ConfigError) as error:
-        parse(extra)
+        parse_options(extra)
     assert named in str(error.value)
     assert next(iter(extra)) in str(error.value)
 
@@ -56,5 +56,5 @@ def test_errors_show_the_value(extra: dict[str, object], named: str) -> None:
     [("auto", "engine", "sidecar"), ("engine", "engine", "engine"), ("sidecar", "sidecar", "sidecar")],
 )
 def test_who_copies(copy: str, on_cpu: str, on_gpu: str) -> None:
-    config = parse({"pillion.copy": copy})
+    config = parse_options({"pillion.copy": copy})
     assert (config.copier(on_gpu=False), config.copier(on_gpu=True)) == (on_cpu, on_gpu)

@@ -10,7 +10,7 @@ import torch
 
 from pillion import pages
 from pillion._shim import KEY_THEN_VALUE, KEYS_THEN_VALUES
-from pillion.geometry import Heads, describe
+from pillion.geometry import Heads, describe_layers
 from pillion.pages import FormError, Page, Place
 
 BLOCKS, LAYERS, HEADS, TOKENS, KEYS, VALUES = 7, 3, 2, 4, 3, 5
@@ -26,7 +26,7 @@ def blocks_of(layout: str, dtype: torch.dtype = torch.float32) -> tuple[list[tor
     storage = torch.randn([AXES[axis] for axis in layout], generator=generator).to(dtype)
     logical = list(storage.permute([layout.index(axis) for axis in "LBHNC"]))
     layers = [(f"layer.{layer}", tensor) for layer, tensor in enumerate(logical)]
-    geometry = describe(layers, BLOCKS, {name: Heads(KEYS, VALUES, KEY_THEN_VALUE) for name, _ in layers})
+    geometry = describe_layers(layers, BLOCKS, {name: Heads(KEYS, VALUES, KEY_THEN_VALUE) for name, _ in layers})
     raw = [torch.empty(0, dtype=torch.uint8).set_(storage) for storage in geometry.storages]
     rows = [
         torch.cat([raw[s][offset + block * stride :][:length] for s, offset, stride, length in geometry.regions])
@@ -46,10 +46,10 @@ def expected(logical: list[torch.Tensor], ids: list[int]) -> tuple[torch.Tensor,
 def test_every_layout_is_read_and_written_exactly(layout: str, dtype: torch.dtype) -> None:
     logical, form, memory = blocks_of(layout, dtype)
     right = expected(logical, IDS)
-    found = pages.read(memory, form, IDS)
+    found = pages.read_blocks(memory, form, IDS)
     assert all(torch.equal(one, other) for one, other in zip(found, right, strict=True))
     written = torch.zeros_like(memory)
-    pages.write(written, form, IDS, *found)
+    pages.write_blocks(written, form, IDS, *found)
     assert torch.equal(written[IDS], memory[IDS])
     assert not written[[4, 6]].any(), "no other block is touched"
 
@@ -68,15 +68,15 @@ def test_consecutive_blocks_are_shown_in_place(layout: str, library: str, monkey
     memory = rows.view(BLOCKS, -1, piece).transpose(0, 1).contiguous()
     given = memory if library == "torch" else memory.numpy()
     for ids, in_place in (([2, 3, 4], True), ([6], True), (IDS, False)):
-        found = pages.read(given, form, ids)
+        found = pages.read_blocks(given, form, ids)
         assert all(torch.equal(torch.as_tensor(part), right) for part, right in zip(found, expected(logical, ids), strict=True))
         assert [numpy.may_share_memory(numpy.asarray(part), memory.numpy()) for part in found] == [in_place] * 2
     written = torch.zeros_like(memory)
-    pages.write(written, form, IDS, *expected(logical, IDS))
+    pages.write_blocks(written, form, IDS, *expected(logical, IDS))
     assert torch.equal(written[:, IDS], memory[:, IDS])
     assert not written[:, [4, 6]].any(), "no other block is touched"
     with pytest.raises(FormError, match="piece_bytes"):
-        pages.views(memory.view(-1, BLOCKS, piece // 16).contiguous(), form)
+        pages.view_pages(memory.view(-1, BLOCKS, piece // 16).contiguous(), form)
 
 
 def test_where_no_piece_serves_blocks_have_rows() -> None:
@@ -94,16 +94,16 @@ def test_blocks_are_read_into_memory_that_a_decoder_has(library: str) -> None:
     logical, form, memory = blocks_of("LBHNC")
     given = [torch.full((LAYERS, HEADS, 2, (len(IDS) + 1) * TOKENS, dim), 5.0)[:, :, 1] for dim in (KEYS, VALUES)]
     out = given if library == "torch" else [tensor.numpy() for tensor in given]
-    found = pages.read(memory if library == "torch" else memory.numpy(), form, IDS, out=(out[0], out[1]))
+    found = pages.read_blocks(memory if library == "torch" else memory.numpy(), form, IDS, out=(out[0], out[1]))
     assert found[0] is out[0] and found[1] is out[1]
     count = len(IDS) * TOKENS
     for tensor, right in zip(given, expected(logical, IDS), strict=True):
         assert torch.equal(tensor[:, :, :count], right)
         assert bool((tensor[:, :, count:] == 5.0).all()), "tokens behind the last block are left alone"
     with pytest.raises(FormError, match="at least"):
-        pages.read(memory, form, IDS, out=(given[0][:, :, 1:count], given[1]))
+        pages.read_blocks(memory, form, IDS, out=(given[0][:, :, 1:count], given[1]))
     with pytest.raises(FormError, match="never converted"):
-        pages.read(memory, form, IDS, out=(given[0].half(), given[1]))
+        pages.read_blocks(memory, form, IDS, out=(given[0].half(), given[1]))
 
 
 @pytest.mark.parametrize("shards", [1, 2])
@@ -117,10 +117,10 @@ def test_many_blocks_with_tokens_side_by_side(shards: int) -> None:
     memory = whole.reshape(blocks, -1).view(numpy.uint8)
     # [K and V, layers, shards and heads, blocks and tokens, dim]
     right = whole[ids].transpose(4, 2, 1, 3, 0, 6, 5).reshape(2, LAYERS, shards * HEADS, len(ids) * TOKENS, KEYS)
-    found = pages.read(memory, form, ids, shards)
+    found = pages.read_blocks(memory, form, ids, shards)
     assert all(numpy.array_equal(part, wanted) for part, wanted in zip(found, right, strict=True))
     written = numpy.zeros_like(memory)
-    pages.write(written, form, ids, *found, shards)
+    pages.write_blocks(written, form, ids, *found, shards)
     assert numpy.array_equal(written[ids], memory[ids])
     assert not numpy.delete(written, ids, 0).any(), "no other block is touched"
 
@@ -129,52 +129,52 @@ def test_many_blocks_with_tokens_side_by_side(shards: int) -> None:
 def test_no_blocks_are_read_as_no_tokens(dtype: torch.dtype) -> None:
     """As for a prompt without kept blocks."""
     _, form, memory = blocks_of("LBNHC", dtype)
-    assert [(tuple(found.shape), found.dtype) for found in pages.read(memory, form, [])] == [
+    assert [(tuple(found.shape), found.dtype) for found in pages.read_blocks(memory, form, [])] == [
         ((LAYERS, HEADS, 0, dim), dtype) for dim in (KEYS, VALUES)
     ]
 
 
 def test_numpy_reads_the_same_and_needs_no_torch() -> None:
     logical, form, memory = blocks_of("LBNHC")
-    keys, values = pages.read(memory.numpy(), form, IDS)
+    keys, values = pages.read_blocks(memory.numpy(), form, IDS)
     right = expected(logical, IDS)
     assert isinstance(keys, numpy.ndarray)
     assert numpy.array_equal(keys, right[0].numpy()) and numpy.array_equal(values, right[1].numpy())
     written = numpy.zeros_like(memory.numpy())
-    pages.write(written, form, IDS, keys, values)
+    pages.write_blocks(written, form, IDS, keys, values)
     assert numpy.array_equal(written[IDS], memory.numpy()[IDS])
     with pytest.raises(FormError, match="numpy has no bfloat16"):
-        pages.views(memory.numpy(), form.replace("float32", "bfloat16").replace("tokens=4", "tokens=8"))
+        pages.view_pages(memory.numpy(), form.replace("float32", "bfloat16").replace("tokens=4", "tokens=8"))
 
 
 def test_views_are_the_memory_itself() -> None:
     logical, form, memory = blocks_of("LBHNC")
-    [(keys, values)] = pages.views(memory, form)
+    [(keys, values)] = pages.view_pages(memory, form)
     assert tuple(keys.shape) == (BLOCKS, LAYERS, 1, HEADS, 1, TOKENS, KEYS)
     keys[2, 1, 0, 1, 0, 3] = 9.0
     values[2, 1, 0, 1, 0, 3] = 8.0
     changed = expected(logical, [2])
     changed[0][1, 1, 3] = 9.0
     changed[1][1, 1, 3] = 8.0
-    assert all(torch.equal(one, other) for one, other in zip(pages.read(memory, form, [2]), changed, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(pages.read_blocks(memory, form, [2]), changed, strict=True))
 
 
 def test_shards_are_heads_after_heads() -> None:
     """As for two ranks of vLLM: the heads of the second one come after those of the first."""
     logical, form, first = blocks_of("LBHNC")
     second = torch.roll(first, 1, 0)
-    found = pages.read(torch.cat([first, second], 1), form, [3], shards=2)
+    found = pages.read_blocks(torch.cat([first, second], 1), form, [3], shards=2)
     one, other = expected(logical, [3]), expected(logical, [2])
     assert all(torch.equal(found[part], torch.cat([one[part], other[part]], 1)) for part in (0, 1))
     with pytest.raises(FormError, match="2 shards"):
-        pages.views(first, form, shards=2)
+        pages.view_pages(first, form, shards=2)
 
 
 def test_kernel_blocks_between_heads() -> None:
     """Blocks of two kernel blocks of attention: [kernel blocks, heads, tokens, content]."""
     tensor = torch.arange(BLOCKS * 2 * HEADS * TOKENS * 8, dtype=torch.float32).view(BLOCKS * 2, HEADS, TOKENS, 8)
-    form = describe([("layer.0", tensor)], BLOCKS, {"layer.0": Heads(4, 4, KEY_THEN_VALUE)}).form
-    keys, values = pages.read(tensor.view(BLOCKS, -1).view(torch.uint8), form, [1, 4])
+    form = describe_layers([("layer.0", tensor)], BLOCKS, {"layer.0": Heads(4, 4, KEY_THEN_VALUE)}).form
+    keys, values = pages.read_blocks(tensor.view(BLOCKS, -1).view(torch.uint8), form, [1, 4])
     right = torch.cat([tensor[[2, 3]], tensor[[8, 9]]]).permute(1, 0, 2, 3).reshape(1, HEADS, 16, 8)
     assert torch.equal(keys, right[..., :4]) and torch.equal(values, right[..., 4:])
 
@@ -183,10 +183,10 @@ def test_tokens_behind_the_last_block_are_left_out_and_too_few_are_refused() -> 
     logical, form, memory = blocks_of("LBHNC")
     more = expected(logical, [3, 4])
     written = torch.zeros_like(memory)
-    pages.write(written, form, [0], *more)
+    pages.write_blocks(written, form, [0], *more)
     assert torch.equal(written[0], memory[3])
     with pytest.raises(FormError, match="at least 12 tokens"):
-        pages.write(written, form, [0, 1, 2], *more)
+        pages.write_blocks(written, form, [0, 1, 2], *more)
 
 
 def test_a_form_of_kernel_blocks_is_read_whole() -> None:
@@ -196,7 +196,7 @@ def test_a_form_of_kernel_blocks_is_read_whole() -> None:
     )
     strides = {"kernel_blocks": 64, "kv_heads": 32, "tokens": 8}
     k, v = Place(0, strides | {"keys": 1}), Place(4, strides | {"values": 1})
-    assert pages.parse(form) == [Page(2, 8, 4, 2, 4, 4, "float32", k, v)]
+    assert pages.parse_pages(form) == [Page(2, 8, 4, 2, 4, 4, "float32", k, v)]
     assert pages.block_bytes(form, shards=2) == 2 * 2 * 8 * 2 * 8 * 4
 
 
@@ -222,9 +222,9 @@ SOUND = "layers=1 tokens=4 kv_heads=2 keys=2 values=2 dtype=float32 k=kv_heads*1
 )
 def test_what_strides_do_not_describe_is_refused(form: str) -> None:
     """Strides beyond the page are refused before any memory is read."""
-    assert pages.parse(f"{SOUND} packing=none")
+    assert pages.parse_pages(f"{SOUND} packing=none")
     with pytest.raises(FormError, match=r"page_form|packing"):
-        pages.parse(form)
+        pages.parse_pages(form)
 
 
 def cpu_page(isa: str, dtype: torch.dtype, tokens: int) -> tuple[Any, Any, torch.Tensor]:
@@ -245,7 +245,7 @@ def cpu_page(isa: str, dtype: torch.dtype, tokens: int) -> tuple[Any, Any, torch
 def test_pages_of_the_cpu_builds_attention_are_as_stated(isa: str, tokens: int, dtype: torch.dtype) -> None:
     """Pillion reads the CPU kernel's bytes by the strides, and instruction sets with equal bytes have one form."""
     keys, values, cache = cpu_page(isa, dtype, tokens)
-    form = describe([("layer.0", cache)], 3, {"layer.0": Heads(64, 64, KEYS_THEN_VALUES)}).form
+    form = describe_layers([("layer.0", cache)], 3, {"layer.0": Heads(64, 64, KEYS_THEN_VALUES)}).form
     assert f"k=kv_heads*{tokens * 128}+keys*{tokens}+tokens v={tokens * 64}+kv_heads*{tokens * 128}+tokens*64+values" in form
-    found = pages.read(cache.view(3, -1).view(torch.uint8), form, [1])
+    found = pages.read_blocks(cache.view(3, -1).view(torch.uint8), form, [1])
     assert torch.equal(found[0][0], keys.transpose(0, 1)) and torch.equal(found[1][0], values.transpose(0, 1))

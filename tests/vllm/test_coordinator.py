@@ -91,7 +91,7 @@ def test_a_set_is_served_as_by_vllm() -> None:
     for seed in range(CACHES):
         chance = random.Random(seed)
         config, coordinator = _coordinator(_random_groups(chance))
-        parts = groups.parts(config)
+        parts = groups.split_groups(config)
         if len(parts) < 2:
             continue
         boundary, lacks = coordinator.scheduler_block_size, chance.choice([0.02, 0.1, 0.3])

@@ -144,7 +144,7 @@ def test_settings_away_from_their_defaults_are_stated(
     def changed(value: Any) -> dict[str, str]:
         if place != ENVIRONMENT:
             return engine({f"{place}.{name}".lstrip("."): value})
-        monkeypatch.setattr(vllm_compat, "environment", lambda asked, default: value if asked == name else default)
+        monkeypatch.setattr(vllm_compat, "read_environment", lambda asked, default: value if asked == name else default)
         return engine()
 
     assert changed(default) == usual
@@ -308,13 +308,13 @@ def test_both_roles_of_an_engine_make_the_same_digest_of_its_groups() -> None:
     specs = dict(zip(LAYERS, [full_attention(), full_attention(head_size=32)], strict=True))
     configs = [kv_cache_config(specs), kv_cache_config(full_attention()), kv_cache_config(full_attention(), 11)]
     configs.append(kv_cache_config(full_attention(block_size=32)))
-    found = [vllm_compat.groups(config) for config in configs]
-    assert found == [vllm_compat.groups(generate_scheduler_kv_cache_config([config])) for config in configs]
+    found = [vllm_compat.digest_groups(config) for config in configs]
+    assert found == [vllm_compat.digest_groups(generate_scheduler_kv_cache_config([config])) for config in configs]
     assert len(found[0]) == 16
     assert found[0] == found[1], "one table, seen either way"
     assert len(set(found)) == 3
     one_layer = kv_cache_config({LAYERS[0]: full_attention()})
-    assert vllm_compat.groups(one_layer) not in found
+    assert vllm_compat.digest_groups(one_layer) not in found
 
 
 def test_weights_that_are_prefetched_from_the_host_are_known() -> None:

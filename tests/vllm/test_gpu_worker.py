@@ -266,7 +266,7 @@ def test_a_device_without_room_is_no_end_of_the_start(monkeypatch: pytest.Monkey
         raise torch.OutOfMemoryError("CUDA out of memory.\nMore of it")
 
     monkeypatch.setattr(torch, "equal", full)
-    monkeypatch.setattr(vllm_compat, "heads", lambda *_: {})
+    monkeypatch.setattr(vllm_compat, "list_heads", lambda *_: {})
     nothing: Any = None
     kv = {name: torch.zeros(2, 10, 16, 2, 64, dtype=torch.bfloat16) for name in specs.LAYERS}
     memory = GroupMemory(engine_config(), nothing, specs.kv_cache_config(specs.full_attention()), ALONE)

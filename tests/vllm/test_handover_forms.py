@@ -22,7 +22,7 @@ def _asked(body: dict[str, Any]) -> tuple[bool, bool]:
     sampling = kind(**body).to_sampling_params(body["max_tokens"], {})
     # In the form of vLLM's Request.
     request: Any = SimpleNamespace(kv_transfer_params=(sampling.extra_args or {}).get("kv_transfer_params"))
-    return handover.hands_over(request), handover.awaits(request)
+    return handover.hands_over(request), handover.awaits_prompt(request)
 
 
 def test_each_form_is_understood() -> None:
@@ -30,7 +30,7 @@ def test_each_form_is_understood() -> None:
     forms = [json.loads(block) for block in re.findall(r"```json\n(.*?)```", PAGE.read_text(), re.DOTALL)]
     assert [_asked(form) for form in forms] == [(True, False), (False, True), (False, True)]
     answered: Any = SimpleNamespace(status=SimpleNamespace(name="FINISHED_LENGTH_CAPPED"))
-    assert handover.answer(answered, "P", 1760) == forms[1]["kv_transfer_params"]
+    assert handover.answer_router(answered, "P", 1760) == forms[1]["kv_transfer_params"]
     for form in forms:
         del form["kv_transfer_params"]
         assert _asked(form) == (False, False)

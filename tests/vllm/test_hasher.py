@@ -46,10 +46,10 @@ def made(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tup
         return counted[-1]
 
     monkeypatch.setattr(core, "get_request_block_hasher", make)
-    hasher.install(request.param, native=True)
+    hasher.install_hasher(request.param, native=True)
     # vLLM 0.33 calls it like that if hashes cover a token behind their block.
     assert core.get_request_block_hasher(BLOCK_TOKENS, function, 1) is counted.pop()
-    hasher.install(request.param, native=True)
+    hasher.install_hasher(request.param, native=True)
     native = core.get_request_block_hasher(BLOCK_TOKENS, function, 0)
     # The next engine has vLLM's hasher again, unless it has a connector too.
     assert core.get_request_block_hasher is make

@@ -53,7 +53,7 @@ def _check(case: dict[str, Any], rule: str, form: str) -> None:
     seed = case["PYTHONHASHSEED"]
     if seed is not None:
         options = {"seed": seed, "rule": rule, "form": form}
-        found = keys.derive(case["algo"], case["block_size"], tokens, extra_keys=extra_keys, **options)
+        found = keys.derive_keys(case["algo"], case["block_size"], tokens, extra_keys=extra_keys, **options)
         assert found == (first, at_once.hashes(), at_once.tail()), name
 
 
@@ -89,12 +89,12 @@ def test_captured_vllm(release: str, rule: str, form: str) -> None:
 def test_coarser_blocks_and_groups() -> None:
     """A block of several hashed blocks has the last one's hash, as in vLLM; a group appends its number."""
     tokens = list(range(30))
-    first, fine, tail = keys.derive("sha256", 4, tokens)
+    first, fine, tail = keys.derive_keys("sha256", 4, tokens)
     made = hash_cases.coarse("sha256", 4, 12, tokens)
     assert (first, made) == (keys.none_hash("sha256"), [fine[2], fine[5]])
-    assert keys.derive("sha256", 12, tokens, hash_block_size=4) == (first, made, tail)
+    assert keys.derive_keys("sha256", 12, tokens, hash_block_size=4) == (first, made, tail)
     grouped = [hash_cases.with_group(one, 5) for one in made]
-    assert keys.derive("sha256", 12, tokens, hash_block_size=4, group=5).hashes == grouped
+    assert keys.derive_keys("sha256", 12, tokens, hash_block_size=4, group=5).hashes == grouped
 
 
 @pytest.mark.parametrize(
@@ -113,4 +113,4 @@ def test_wrong_arguments(arguments: dict[str, Any], reason: str) -> None:
     """Each is refused by an error that names the remedy."""
     good: dict[str, Any] = {"algo": "sha256_cbor", "block_size": 2, "token_ids": [1, 2, 3], "seed": "0"}
     with pytest.raises(keys.ShimError, match=reason):
-        keys.derive(**{**good, **arguments})
+        keys.derive_keys(**{**good, **arguments})

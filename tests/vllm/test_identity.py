@@ -58,7 +58,7 @@ class Configuration(dict[str, Any]):
 
 def fact(**values: Any) -> str:
     """The fact of the tiny model's configuration, changed."""
-    return identity.configuration(Configuration(model.config(model.TINY) | values))
+    return identity.describe_config(Configuration(model.config(model.TINY) | values))
 
 
 @pytest.mark.parametrize("key", COUNTS)
@@ -88,13 +88,13 @@ def test_every_reason_has_keys_of_its_own() -> None:
 
 def test_a_configuration_has_one_form() -> None:
     """The order and the types of its values do not matter."""
-    assert identity.canonical(Configuration(b={2: (1,)}, a={"y", "x"}, c=torch.bfloat16)) == (
+    assert identity.canonicalize_config(Configuration(b={2: (1,)}, a={"y", "x"}, c=torch.bfloat16)) == (
         '{"a":["x","y"],"b":{"2":[1]},"c":"torch.bfloat16"}'
     )
     nested = Configuration(part=Configuration(rope_theta=1.0, transformers_version="5"))
-    assert identity.canonical(nested) == '{"part":{"rope_theta":1.0}}'
+    assert identity.canonicalize_config(nested) == '{"part":{"rope_theta":1.0}}'
     with pytest.raises(identity.Unreadable, match=r"part\.hook is a function"):
-        identity.canonical(Configuration(part={"hook": lambda: None}))
+        identity.canonicalize_config(Configuration(part={"hook": lambda: None}))
 
 
 def test_the_rope_parameters_can_be_read() -> None:
@@ -117,13 +117,13 @@ def test_settings_have_one_form() -> None:
         dtype: torch.dtype
         kinds: list[Kind]
 
-    assert identity.words({"b": Nested(torch.float8_e4m3fn, [Kind.ONE]), "a": None}) == (
+    assert identity.describe_setting({"b": Nested(torch.float8_e4m3fn, [Kind.ONE]), "a": None}) == (
         '{"a":null,"b":{"dtype":"torch.float8_e4m3fn","kinds":["ONE"]}}'
     )
-    long = [identity.words({"kwargs": [0] * 1000 + [last]}) for last in (1, 2)]
+    long = [identity.describe_setting({"kwargs": [0] * 1000 + [last]}) for last in (1, 2)]
     assert long[0] != long[1] and len(long[0]) < 512
     with pytest.raises(identity.Unreadable, match="plugin is a object"):
-        identity.words({"plugin": object()})
+        identity.describe_setting({"plugin": object()})
 
 
 # --- vLLM's own configuration objects ---
@@ -146,15 +146,15 @@ def test_what_vllm_resolved_is_what_counts(resolved: Callable[..., Any]) -> None
     """An edited file and an override with the same value make one fact; the model's path and the serving options are in
     none."""
     usual = resolved()
-    plain = identity.configuration(usual.hf_config)
-    assert plain == identity.configuration(usual.hf_config), "read twice"
-    assert plain == identity.configuration(resolved(max_model_len=512, seed=7, enforce_eager=True).hf_config)
-    edited = identity.configuration(resolved(edited={"rope_theta": 5000.0}).hf_config)
+    plain = identity.describe_config(usual.hf_config)
+    assert plain == identity.describe_config(usual.hf_config), "read twice"
+    assert plain == identity.describe_config(resolved(max_model_len=512, seed=7, enforce_eager=True).hf_config)
+    edited = identity.describe_config(resolved(edited={"rope_theta": 5000.0}).hf_config)
     # The value has the name that transformers gives it.
     assert "rope_theta=5000.0" in edited and "rope_theta=10000.0" in plain
     override = {"rope_parameters": {"rope_theta": 5000.0, "rope_type": "default"}}
-    assert identity.configuration(resolved(hf_overrides=override).hf_config) == edited
-    assert identity.configuration(resolved(hf_overrides={"rms_norm_eps": 1e-5}).hf_config) != plain
+    assert identity.describe_config(resolved(hf_overrides=override).hf_config) == edited
+    assert identity.describe_config(resolved(hf_overrides={"rms_norm_eps": 1e-5}).hf_config) != plain
 
 
 # --- vLLM's own rotary modules ---
@@ -191,7 +191,7 @@ def rotating(resolved: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> C
 
 def rotary(*models: torch.nn.Module) -> str:
     """The rotary fact of the models."""
-    return identity.rotary(models, torch.bfloat16)
+    return identity.describe_rotary(models, torch.bfloat16)
 
 
 def test_rotary_parameters_make_another_fact(rotating: Callable[..., torch.nn.Module]) -> None:

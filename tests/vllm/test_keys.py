@@ -24,7 +24,7 @@ def engine_hasher(algorithm: str, block_tokens: int, native: bool = True) -> Any
     """The hasher of an engine with the connector."""
     function = get_hash_fn_by_name(algorithm)
     kv_cache_utils.init_none_hash(function)
-    hasher.install(algorithm, native)
+    hasher.install_hasher(algorithm, native)
     return core.get_request_block_hasher(block_tokens, function)
 
 
@@ -65,7 +65,7 @@ def test_a_key_is_the_hash_and_a_digest(algorithm: str, native: bool) -> None:
         digest = second(digest, tokens[place * BLOCK_TOKENS : (place + 1) * BLOCK_TOKENS])
         expected.append(block_hash + digest)
     assert hasher.keys_of(request) == expected
-    assert keys.derive(algorithm, BLOCK_TOKENS, tokens, seed="0").hashes == expected
+    assert keys.derive_keys(algorithm, BLOCK_TOKENS, tokens, seed="0").hashes == expected
 
 
 @pytest.mark.parametrize("algorithm", XXHASHES)
@@ -88,7 +88,7 @@ def test_tokens_that_are_taken_back() -> None:
     del request.block_hashes[9:]
     request.all_token_ids = [7] * (9 * BLOCK_TOKENS) + [8] * (3 * BLOCK_TOKENS)
     request.block_hashes.extend(made(request))
-    assert hasher.keys_of(request) == keys.derive("xxhash_cbor", BLOCK_TOKENS, request.all_token_ids, seed="0").hashes
+    assert hasher.keys_of(request) == keys.derive_keys("xxhash_cbor", BLOCK_TOKENS, request.all_token_ids, seed="0").hashes
 
 
 def test_prompts_of_one_hash_have_keys_of_their_own() -> None:
@@ -108,4 +108,4 @@ def test_a_sha256_hash_is_the_key(algorithm: str) -> None:
     tokens = list(range(10 * BLOCK_TOKENS))
     request = hashed(engine_hasher(algorithm, BLOCK_TOKENS), tokens)
     assert not hasattr(request, hasher.KEYS)
-    assert keys.derive(algorithm, BLOCK_TOKENS, tokens, seed="0").hashes == request.block_hashes
+    assert keys.derive_keys(algorithm, BLOCK_TOKENS, tokens, seed="0").hashes == request.block_hashes

@@ -11,7 +11,7 @@ import torch
 
 from pillion import vllm_compat
 from pillion.connector import PillionConnector
-from pillion.geometry import Geometry, GeometryError, describe, self_test
+from pillion.geometry import Geometry, GeometryError, describe_layers, self_test
 
 BLOCKS, LAYERS, KV_HEADS, HEAD_SIZE = 6, 10, 2, 16
 LAYER_NAMES = [f"model.layers.{index}.self_attn.attn" for index in range(LAYERS)]
@@ -50,9 +50,9 @@ def gathered(geometry: Geometry, block: int) -> bytes:
 def test_blocks_are_gathered_and_cut_exactly(layout: str) -> None:
     """Layer after layer, in each order of memory: a cut of a block has its layers' pages and nothing else."""
     config, tensors = allocate(layout)
-    layers = vllm_compat.layers(config, tensors)
+    layers = vllm_compat.list_tensors(config, tensors)
     assert [name for name, _ in layers] == LAYER_NAMES
-    geometry = describe(layers, BLOCKS)
+    geometry = describe_layers(layers, BLOCKS)
     inside = [axis for axis in layout if axis in "HNC"]
     for block in range(BLOCKS):
         pages = [tensor[block].permute(["HNC".index(axis) for axis in inside]) for _, tensor in layers]
@@ -73,9 +73,9 @@ def test_the_self_test_sees_a_wrong_region_and_leaves_nothing_behind(layout: str
     if tokens[0] != tokens[1] and layout != "LBNHC":
         return
     config, tensors = allocate(layout, *tokens)
-    layers = vllm_compat.layers(config, tensors)
+    layers = vllm_compat.list_tensors(config, tensors)
     before = [tensor.view(torch.int16).clone() for _, tensor in layers]
-    geometry = describe(layers, BLOCKS)
+    geometry = describe_layers(layers, BLOCKS)
     self_test(layers, geometry, BLOCKS)
     split = tokens[0] // tokens[1]
     for (_, tensor), old in zip(layers, before, strict=True):
@@ -91,7 +91,7 @@ def test_the_self_test_sees_a_wrong_region_and_leaves_nothing_behind(layout: str
 
 def test_runs_of_a_block() -> None:
     """A block is one run in the layout that Pillion asks for."""
-    runs = {layout: len(describe(vllm_compat.layers(*allocate(layout)), BLOCKS).regions) for layout in LAYOUTS}
+    runs = {layout: len(describe_layers(vllm_compat.list_tensors(*allocate(layout)), BLOCKS).regions) for layout in LAYOUTS}
     assert vllm_compat.BLOCK_LAYOUT == "BLNHC"
     assert runs["BLNHC"] == runs["BLHNC"] == 1
     assert runs["LBNHC"] == runs["LBHNC"] == LAYERS
@@ -101,8 +101,8 @@ def test_kernel_blocks_smaller_than_blocks() -> None:
     """As FlashInfer has it with blocks of 128 tokens: the tensors count kernel blocks, Pillion vLLM's blocks."""
     config, tensors = allocate("LBNHC", block_tokens=128, kernel_tokens=64)
     assert tensors[LAYER_NAMES[0]].shape[0] == 2 * BLOCKS
-    split = describe(vllm_compat.layers(config, tensors), BLOCKS)
-    whole = describe(vllm_compat.layers(*allocate("LBNHC", block_tokens=128, kernel_tokens=128)), BLOCKS)
+    split = describe_layers(vllm_compat.list_tensors(config, tensors), BLOCKS)
+    whole = describe_layers(vllm_compat.list_tensors(*allocate("LBNHC", block_tokens=128, kernel_tokens=128)), BLOCKS)
     assert split.regions == whole.regions
     assert split.cuts == whole.cuts
 
@@ -112,7 +112,7 @@ def test_a_layer_that_reads_another_ones_kv_has_none_of_its_own() -> None:
     config, tensors = allocate("BLNHC")
     config.kv_cache_groups[0].layer_names.append("reader")
     tensors["reader"] = tensors[LAYER_NAMES[3]]
-    assert [name for name, _ in vllm_compat.layers(config, tensors)] == LAYER_NAMES
+    assert [name for name, _ in vllm_compat.list_tensors(config, tensors)] == LAYER_NAMES
 
 
 # --- the chosen layout ---

@@ -74,10 +74,10 @@ def test_what_cannot_be_served_is_refused_by_name(setting: str, value: Any, reme
         ec_transfer_config=SimpleNamespace(),
     )
     groups = kv_cache_config(full_attention())
-    assert vllm_compat.unsupported(config, groups) is None
+    assert vllm_compat.find_unsupported(config, groups) is None
     owner, _, name = setting.rpartition(".")
     setattr(operator.attrgetter(owner)(config), name, value)
-    reason = vllm_compat.unsupported(config, groups) or ""
+    reason = vllm_compat.find_unsupported(config, groups) or ""
     assert remedy in reason and fits_metrics(reason)
 
 
@@ -107,7 +107,7 @@ def test_promoted_windows_are_served(name: str, more: dict[str, Any]) -> None:
     groups.kv_cache_groups = get_kv_cache_groups(
         manager, dict(zip(LAYERS, [spec(name, **more), full_attention()], strict=True))
     )
-    assert vllm_compat.unsupported(PLAIN, groups) is None
+    assert vllm_compat.find_unsupported(PLAIN, groups) is None
     (group,) = groups.kv_cache_groups
     assert group.kv_cache_spec == full_attention(**more), "it says of one layer what holds for the other"
 
@@ -116,13 +116,13 @@ def test_promoted_windows_are_served(name: str, more: dict[str, Any]) -> None:
 def test_windows_in_all_layers_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are if a failed load can be reported as a whole; beside speculation too."""
     groups = kv_cache_config(spec("SlidingWindowSpec", **WINDOW))
-    assert vllm_compat.unsupported(PLAIN, groups) is None
-    assert vllm_compat.window(groups) == 512
-    assert vllm_compat.window(kv_cache_config(full_attention(**WINDOW))) == 0, "vLLM keeps every block"
+    assert vllm_compat.find_unsupported(PLAIN, groups) is None
+    assert vllm_compat.find_window(groups) == 512
+    assert vllm_compat.find_window(kv_cache_config(full_attention(**WINDOW))) == 0, "vLLM keeps every block"
     drafting: Any = SimpleNamespace(**vars(PLAIN), speculative_config=SimpleNamespace())
-    assert vllm_compat.unsupported(drafting, groups) is None
+    assert vllm_compat.find_unsupported(drafting, groups) is None
     monkeypatch.delattr(vllm_compat.KVConnectorBase_V1, "get_transfer_results")
-    reason = vllm_compat.unsupported(PLAIN, groups) or ""
+    reason = vllm_compat.find_unsupported(PLAIN, groups) or ""
     assert "0.30" in reason and fits_metrics(reason)
 
 
@@ -131,7 +131,7 @@ def test_latents_and_an_indexers_keys_in_one_group_are_served() -> None:
     """As in DeepSeek V3.2. Latents alone are served, too."""
     latent, keys = spec("MLAAttentionSpec", num_kv_heads=1), spec("MLAAttentionSpec", num_kv_heads=1, dtype=torch.uint8)
     for specs in (latent, dict(zip(LAYERS, [latent, keys], strict=True))):
-        assert vllm_compat.unsupported(PLAIN, kv_cache_config(specs)) is None
+        assert vllm_compat.find_unsupported(PLAIN, kv_cache_config(specs)) is None
 
 
 UNHEARD = type("Unheard", (type(full_attention()),), {})(16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
@@ -156,11 +156,11 @@ def test_several_groups_are_served_where_a_set_can_fail_as_a_whole() -> None:
     both = full_and_window()
     group, window = both.kv_cache_groups[0], both.kv_cache_groups[1].kv_cache_spec
     engine: Any = SimpleNamespace(**vars(PLAIN), kv_transfer_config=RECOMPUTE)
-    assert vllm_compat.unsupported(engine, both) is None
+    assert vllm_compat.find_unsupported(engine, both) is None
     larger = dataclasses.replace(both)
     larger.kv_cache_groups = [group, dataclasses.replace(group, kv_cache_spec=dataclasses.replace(window, block_size=32))]
-    assert vllm_compat.unsupported(engine, larger) is None
-    reasons = [vllm_compat.unsupported(engine, dataclasses.replace(both, hash_block_size=it)) or "" for it in (None, 32)]
+    assert vllm_compat.find_unsupported(engine, larger) is None
+    reasons = [vllm_compat.find_unsupported(engine, dataclasses.replace(both, hash_block_size=it)) or "" for it in (None, 32)]
     assert all(HYBRID_OFF in reason for reason in reasons)
     assert all(fits_metrics(reason) for reason in reasons)
 
@@ -169,7 +169,7 @@ def test_several_groups_are_served_where_a_set_can_fail_as_a_whole() -> None:
 def test_several_groups_are_refused_where_a_failed_load_ends_its_request(remedy: str) -> None:
     """A load without one group's blocks has failed as a whole."""
     engine: Any = SimpleNamespace(**vars(PLAIN), kv_transfer_config=SimpleNamespace(kv_load_failure_policy="fail"))
-    reason = vllm_compat.unsupported(engine, full_and_window()) or ""
+    reason = vllm_compat.find_unsupported(engine, full_and_window()) or ""
     assert remedy in reason and fits_metrics(reason)
 
 
@@ -189,9 +189,9 @@ def test_windows_in_groups_of_their_own_are_served_beside(more: dict[str, Any]) 
     """Drafts without KV, EAGLE and MTP with full attention, and adapters."""
     engine: Any = SimpleNamespace(**vars(PLAIN), kv_transfer_config=RECOMPUTE, **more)
     both = full_and_window()
-    assert vllm_compat.unsupported(engine, both) is None
+    assert vllm_compat.find_unsupported(engine, both) is None
     both.kv_cache_groups[0] = dataclasses.replace(both.kv_cache_groups[0], is_eagle_group=True)
-    assert vllm_compat.unsupported(engine, both) is None
+    assert vllm_compat.find_unsupported(engine, both) is None
 
 
 @refuses("set-drafts", "start vLLM without --speculative-config")
@@ -200,7 +200,7 @@ def test_a_drafter_with_windows_is_refused(remedy: str) -> None:
     both = full_and_window()
     both.kv_cache_groups[1] = dataclasses.replace(both.kv_cache_groups[1], is_eagle_group=True)
     engine: Any = SimpleNamespace(**vars(PLAIN), kv_transfer_config=RECOMPUTE, speculative_config=EAGLE)
-    reason = vllm_compat.unsupported(engine, both) or ""
+    reason = vllm_compat.find_unsupported(engine, both) or ""
     assert remedy in reason and "eagle" in reason and fits_metrics(reason)
 
 
@@ -222,7 +222,7 @@ def test_several_groups_are_refused_beside_drafters(group: Any, drafts: Any, rem
     both = full_and_window()
     both.kv_cache_groups = [dataclasses.replace(both.kv_cache_groups[0], kv_cache_spec=it) for it in (full_attention(), group)]
     engine: Any = SimpleNamespace(**vars(PLAIN), kv_transfer_config=RECOMPUTE, speculative_config=drafts)
-    reason = vllm_compat.unsupported(engine, both) or ""
+    reason = vllm_compat.find_unsupported(engine, both) or ""
     assert remedy in reason and fits_metrics(reason)
 
 
@@ -233,10 +233,10 @@ def test_states_are_refused_where_triton_moves_them_on_a_cpu(remedy: str, monkey
     both = full_and_window()
     both.kv_cache_groups = [dataclasses.replace(both.kv_cache_groups[0], kv_cache_spec=it) for it in (full_attention(), STATE)]
     engine: Any = SimpleNamespace(**vars(PLAIN), kv_transfer_config=RECOMPUTE)
-    reason = vllm_compat.unsupported(engine, both) or ""
+    reason = vllm_compat.find_unsupported(engine, both) or ""
     assert remedy in reason and fits_metrics(reason)
     monkeypatch.setattr(vllm_compat, "on_gpu", lambda: True)
-    assert vllm_compat.unsupported(engine, both) is None
+    assert vllm_compat.find_unsupported(engine, both) is None
 
 
 @pytest.mark.supports("states")
@@ -247,8 +247,8 @@ def test_states_are_served_beside_full_attention() -> None:
         both.kv_cache_groups = [dataclasses.replace(both.kv_cache_groups[0], kv_cache_spec=spec) for spec in specs]
         for more in ({}, {"speculative_config": NGRAMS}):
             engine: Any = SimpleNamespace(**vars(PLAIN), kv_transfer_config=RECOMPUTE, **more)
-            assert vllm_compat.unsupported(engine, both) is None
-        parts = cache_groups.parts(both)
+            assert vllm_compat.find_unsupported(engine, both) is None
+        parts = cache_groups.split_groups(both)
         kept = [number for number, spec in enumerate(specs) if spec is not SCRATCH]
         assert [group.number for group, _ in parts] == kept
         assert {group.sizes for group, _ in parts} == {tuple(0 if spec is SCRATCH else 16 for spec in specs)}
@@ -278,7 +278,7 @@ def refused(specs: list[Any]) -> str:
     """Why groups of these specs are not served."""
     groups = kv_cache_config(full_attention())
     groups.kv_cache_groups = [dataclasses.replace(groups.kv_cache_groups[0], kv_cache_spec=spec) for spec in specs]
-    reason = vllm_compat.unsupported(PLAIN, groups) or ""
+    reason = vllm_compat.find_unsupported(PLAIN, groups) or ""
     assert fits_metrics(reason)
     return reason
 
@@ -310,7 +310,7 @@ def test_layers_that_read_less_far_are_told_apart() -> None:
         loaded = {str(place): layers[name] for place, name in enumerate(names)}
         config: Any = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=loaded))
         groups: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=list(loaded))])
-        return vllm_compat.reaches(config, groups)
+        return vllm_compat.list_reaches(config, groups)
 
     assert reaches("full", "full") == "full"
     assert reaches("window", "window", "full") == "window 512 x2, full x1"
@@ -417,7 +417,7 @@ def test_a_model_whose_hits_are_replayed_is_refused(remedy: str) -> None:
     groups = kv_cache_config(full_attention())
     replayed = SimpleNamespace(block_size=16, prefix_replay_tokens=128)
     groups.kv_cache_groups.append(dataclasses.replace(groups.kv_cache_groups[0], kv_cache_spec=replayed))
-    reason = vllm_compat.unsupported(PLAIN, groups) or ""
+    reason = vllm_compat.find_unsupported(PLAIN, groups) or ""
     assert "DeepSeek V4.1" in reason and "128" in reason and remedy in reason and fits_metrics(reason)
 
 
@@ -446,7 +446,7 @@ def test_several_groups_are_refused_before_0_32(monkeypatch: pytest.MonkeyPatch)
     """The reason has a remedy."""
     engine: Any = SimpleNamespace(**vars(PLAIN), kv_transfer_config=RECOMPUTE)
     monkeypatch.setattr("vllm.__version__", "0.31.0")
-    reason = vllm_compat.unsupported(engine, full_and_window()) or ""
+    reason = vllm_compat.find_unsupported(engine, full_and_window()) or ""
     assert "from vLLM 0.32 on" in reason and HYBRID_OFF in reason and fits_metrics(reason)
 
 

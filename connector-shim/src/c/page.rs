@@ -117,7 +117,7 @@ impl Page {
     }
 }
 
-// === impl PagePlace ===
+// === impl Place ===
 
 impl Place {
     fn new(place: &page_form::PagePlace, element_bytes: u64) -> Self {

@@ -107,7 +107,7 @@ pub struct EnginePolicy<H> {
     renewing: Option<(usize, i64)>,
 }
 
-// === impl Policy ===
+// === impl EnginePolicy ===
 
 impl<H: SessionHost> EnginePolicy<H> {
     /// With a session for each group of the set.

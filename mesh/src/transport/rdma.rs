@@ -95,7 +95,7 @@ pub fn check_nics(nics: &[String]) -> Result<(), MeshError> {
     verbs::open_nics(nics).map(drop)
 }
 
-// === impl TcpConfig ===
+// === impl RdmaConfig ===
 
 impl RdmaConfig {
     /// Settings with two queue pairs of each of these NICs to each peer.

@@ -53,7 +53,7 @@ struct Greeting {
     stranger: Option<String>,
 }
 
-// === impl Greeter ===
+// === impl Handshakes ===
 
 impl Handshakes {
     /// Watches `listener` for connections.

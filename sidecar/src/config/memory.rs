@@ -46,7 +46,7 @@ fn beside(config: &ServeConfig) -> u64 {
 }
 
 /// A warning for a sidecar with a GPU, if the limit leaves less beside the pool than its driver may take.
-pub(super) fn too_little_for_a_gpu(config: &ServeConfig) -> Option<String> {
+pub(super) fn too_little_for_gpu(config: &ServeConfig) -> Option<String> {
     let groups = std::fs::read_to_string("/proc/self/cgroup").ok()?;
     let (limit, place) = limit(&groups, &MEMORY)?;
     // Huge pages do not count to this limit.

@@ -111,7 +111,7 @@ impl Server {
         // After the listener refused a second sidecar: otherwise both would lock memory.
         let reserved = Arc::downgrade(&pool);
         let reserved = move |end| reserve::wait_reserved(&reserved, end);
-        let too_little = config.too_little_for_a_gpu();
+        let too_little = config.too_little_for_gpu();
         let pinned =
             Pinned::start_thread(config.gpu, too_little, pool.shared_region(), reserved, metrics.pinning())?;
         reserve::start_reserving(&pool, &pinned, &progress)?;

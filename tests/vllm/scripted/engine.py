@@ -109,7 +109,7 @@ class ScriptedEngine:
         self._core = EngineCore.__new__(EngineCore)
         self._core.model_executor = Executor(self.worker)
         # vLLM's numbers of the groups that Pillion keeps.
-        self._kept = [group.number for group, _ in groups.parts(cache_config)]
+        self._kept = [group.number for group, _ in groups.split_groups(cache_config)]
         self._depth = config.max_concurrent_batches
         assert self._depth == 1 + scenario["async_scheduling"]
         self._in_flight: collections.deque[tuple[Any, Any, float]] = collections.deque()

@@ -13,7 +13,7 @@ const HELD: Duration = Duration::from_secs(1);
 #[derive(Debug, Default)]
 pub(super) struct HeldBlocks(Vec<(u32, Instant)>);
 
-// === impl Held ===
+// === impl HeldBlocks ===
 
 impl HeldBlocks {
     pub(super) fn holds(&self, block: u32) -> bool {

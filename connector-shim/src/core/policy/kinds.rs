@@ -76,7 +76,7 @@ pub struct Points {
     pub boundary: u32,
 }
 
-// === impl Form ===
+// === impl GroupForm ===
 
 impl GroupForm {
     /// The blocks loaded for a hit from `first` up to `end`, both in tokens; the engine has those before `first`.
@@ -101,7 +101,7 @@ impl GroupForm {
     }
 }
 
-// === impl Set ===
+// === impl GroupSet ===
 
 impl GroupSet {
     /// Groups with checkpoints `checkpoint_tokens` apart, or a little more; 0: none.

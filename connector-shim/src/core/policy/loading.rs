@@ -13,7 +13,7 @@ use super::requests::{Allocation, FollowedRequest, Hit, LastAnswer, Now, Request
 use super::types::{LostLoad, PolicyWait, RequestLoad};
 use crate::core::scheduler::PENDING;
 
-// === impl Policy: loads ===
+// === impl EnginePolicy: loads ===
 
 impl<H: SessionHost> EnginePolicy<H> {
     /// The engine has allocated blocks for a request and takes `external` tokens of the cache. Returns the ranges of blocks to name, by

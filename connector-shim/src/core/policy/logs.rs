@@ -13,7 +13,7 @@ use crate::error::ShimError;
 /// How long a request waits for the digest of its adapter before it goes without the cache: some hundred MB are read meanwhile.
 const ADAPTER_WAIT: Duration = Duration::from_millis(200);
 
-// === impl Request: its adapter ===
+// === impl FollowedRequest: its adapter ===
 
 impl FollowedRequest {
     /// Whether to ask again because the digest of the request's adapter is being computed.
@@ -28,7 +28,7 @@ impl FollowedRequest {
     }
 }
 
-// === impl Policy: key logs ===
+// === impl EnginePolicy: key logs ===
 
 impl<H: SessionHost> EnginePolicy<H> {
     /// Brings the request's key log in a group up to date; false while there is none to be had.
@@ -141,7 +141,7 @@ impl<H: SessionHost> EnginePolicy<H> {
     }
 }
 
-// === impl Request: written keys ===
+// === impl FollowedRequest: written keys ===
 
 impl FollowedRequest {
     /// A log was opened for the group: the computing engine, this one or another, is declared before the log's first key.
@@ -189,7 +189,7 @@ impl FollowedRequest {
     }
 }
 
-// === impl Part: ends of logs ===
+// === impl RequestPart: ends of logs ===
 
 impl RequestPart {
     /// Ends the log. `way`: in which the request's answer ended; 0: it goes on.

@@ -36,7 +36,7 @@ pub(super) struct KnownAnswer {
     hits: i64,
 }
 
-// === impl Policy: waiting requests ===
+// === impl EnginePolicy: waiting requests ===
 
 impl<H: SessionHost> EnginePolicy<H> {
     /// Whether one more request waiting for its turn is announced. `running`: requests computed by the last step and not over.

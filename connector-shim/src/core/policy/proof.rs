@@ -82,7 +82,7 @@ pub(super) struct BlockProof {
     beside_others: bool,
 }
 
-// === impl Filled ===
+// === impl FilledBlocks ===
 
 impl FilledBlocks {
     fn get(&self, block: u32) -> Option<&BlockHash> {
@@ -129,7 +129,7 @@ impl FilledBlocks {
     }
 }
 
-// === impl Proof ===
+// === impl BlockProof ===
 
 impl BlockProof {
     pub(super) fn new(forms: Vec<GroupForm>, beside_others: bool) -> Self {

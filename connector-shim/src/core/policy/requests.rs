@@ -191,7 +191,7 @@ pub(super) struct Requests {
     due: HashMap<u64, Vec<RequestId>>,
 }
 
-// === impl Part ===
+// === impl RequestPart ===
 
 impl RequestPart {
     fn new() -> Self {
@@ -238,7 +238,7 @@ impl RequestPart {
     }
 }
 
-// === impl Request ===
+// === impl FollowedRequest ===
 
 impl FollowedRequest {
     fn new(arrival: Arrival, groups: usize) -> Self {

@@ -24,7 +24,7 @@ pub struct Due {
     pub scheduled: Option<u32>,
 }
 
-// === impl Policy: full blocks ===
+// === impl EnginePolicy: full blocks ===
 
 impl<H: SessionHost> EnginePolicy<H> {
     /// Saves the blocks filled by a step, of due requests and of those beginning on blocks. Returns, by group, whether anything was posted.

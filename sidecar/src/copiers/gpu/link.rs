@@ -113,7 +113,7 @@ impl GpuLink {
     }
 
     fn share(&mut self, rank: u64) -> &mut Share {
-        self.ranks.get_mut(&rank).expect("it has a seat")
+        self.ranks.get_mut(&rank).expect("it has a place")
     }
 
     fn rank_turn(&mut self, rank: u64, now: Duration) -> RankTurn {

@@ -76,7 +76,7 @@ pub(super) struct StagingTurn {
     pub(super) ended: Vec<Finished>,
 }
 
-// === impl Turn ===
+// === impl StagingTurn ===
 
 impl StagingTurn {
     pub(super) fn is_empty(&self) -> bool {
@@ -84,7 +84,7 @@ impl StagingTurn {
     }
 }
 
-// === impl Desk ===
+// === impl StagingSlots ===
 
 impl StagingSlots {
     pub(super) fn new(slots: u32, next_tag: u64) -> Self {

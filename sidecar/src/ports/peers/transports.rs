@@ -29,7 +29,7 @@ pub(super) struct Transports {
     by_rdma: BTreeSet<PeerNumber>,
 }
 
-// === impl Carriers ===
+// === impl Transports ===
 
 impl Transports {
     /// Starts the transports of this node, and returns their addresses. Each gets its own `up`.

@@ -245,7 +245,7 @@ impl RankClient {
         }
     }
 
-    /// Begins this rank's part of a load. [`RankClient::load_on`] begins a synchronous one.
+    /// Begins this rank's part of a load. `load_on` begins a synchronous one.
     pub fn begin_load(&mut self, plan: Plan, stream: u64, by_cuts: bool) -> Result<Begun, ShimError> {
         if plan.flags & LOAD_SYNC != 0 {
             return self.load_on(plan, stream, by_cuts);

@@ -35,7 +35,7 @@ pub struct PolicyOptions {
     pub events: Option<Option<Algorithm>>,
 }
 
-/// An answer to wait for: the host waits, passes the answer on ([`EnginePolicy::answered`]), and calls again.
+/// An answer to wait for: the host waits, passes the answer on ([`super::EnginePolicy::answered`]), and calls again.
 #[derive(Copy, Clone, Debug)]
 pub enum PolicyWait {
     /// The answer to a query of a group's session.
@@ -118,7 +118,7 @@ pub struct Changes {
 /// The work of a step before its numbers are known.
 #[derive(Clone, Debug, Default)]
 pub struct OpenedStep {
-    /// Requests to hand in the numbers of ([`Due`]).
+    /// Requests to hand in the numbers of ([`super::Due`]).
     pub due: Vec<RequestId>,
     /// Blocks no longer held.
     pub released: Vec<u32>,
@@ -184,7 +184,7 @@ pub struct PlannedStep {
 pub struct EndedRequest {
     /// Tokens of its prompt kept for another engine that goes on with it; `None`: no engine does.
     pub handed_over: Option<u32>,
-    /// Blocks to hold until they are saved, as far as the engine can ([`EnginePolicy::held`]).
+    /// Blocks to hold until they are saved, as far as the engine can ([`super::EnginePolicy::held`]).
     pub hold: Vec<u32>,
 }
 

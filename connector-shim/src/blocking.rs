@@ -1,4 +1,5 @@
-//! An engine of one process that waits for its cache: the policy's host behind the crate `pillion`, `pillion.engine` and the C library.
+//! An engine of one process that waits for its cache: the policy's host for the crate `pillion`,
+//! `pillion.engine` and the C library.
 //!
 //! An engine hands over tokens, and writes and reads KV in blocks of its memory. Keys, plans, steps and waits stay in here. Between two
 //! calls no step is open and no save is unfinished: blocks of no request are free to be written.
@@ -29,13 +30,15 @@ use crate::error::{ShimError, refuse_argument};
 use crate::scheduler::{self, SchedulerClient, draw_random16};
 use crate::worker::{self, RankClient, RegionMemory};
 
-/// A handshake takes milliseconds. On a busy machine one may take longer than its limit, 1 s, and is tried again a second later.
+/// Time for the ranks to join. A handshake takes milliseconds; on a busy machine one may exceed its limit, 1
+/// s, and is repeated a second later.
 const JOIN_PATIENCE: Duration = Duration::from_secs(5);
-/// A hit's blocks come from a disk or another pod within this time, or are a miss.
+/// Longest wait for a hit's blocks from a disk or another pod; after it they count as a miss.
 const HIT_PATIENCE: Duration = Duration::from_millis(QUERY_WAIT_MS_MAX as u64 + 500);
-/// Another engine's promise is kept or broken within this time, also by a frozen sidecar.
+/// Longest wait for another engine's promise, even if the sidecar is frozen.
 const AWAITED_PATIENCE: Duration = Duration::from_millis(PROMISED_WAIT_MS_MAX as u64 + 4000);
-/// Blocks are copied at some GB/s: a sidecar slower than this for one save does not take it at all.
+/// Longest wait for a save. Blocks are copied at some GB/s: a sidecar slower than this will not finish the
+/// save.
 const SAVE_PATIENCE: Duration = Duration::from_secs(20);
 /// Time between two looks for an answer.
 const TURN: Duration = Duration::from_micros(500);
@@ -59,11 +62,12 @@ pub struct BlockMemory {
 pub struct EngineSetup {
     /// The path of the sidecar's socket.
     pub socket: PathBuf,
-    /// The engine's name, its own among all engines of the sidecar.
+    /// The engine's name, different from every other engine of the sidecar.
     pub name: String,
     /// The facts of its KV.
     pub facts: Facts,
-    /// The digest of a namespace of other engines, joined by this one with their facts; none: the facts are its own.
+    /// The digest of a namespace of other engines, which this engine joins with their facts; `None`: its
+    /// facts are its own.
     pub expects: Option<String>,
     /// Parts of a block, each with some of the heads.
     pub shards: u32,
@@ -75,14 +79,15 @@ pub struct EngineSetup {
     pub miss_wait_ms: Option<u32>,
 }
 
-/// The begin of a proof.
+/// The result of [`BlockingEngine::begin_proof`].
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub enum ProofStart {
     /// The engine has proven itself to this sidecar.
     Proven,
     /// The first block is not kept, so it proves nothing.
     NotKept,
-    /// The tokens of the first block are to be computed for this request, and then [`BlockingEngine::end_proof`] to be called.
+    /// The caller must compute the tokens of the first block for this request, and then call
+    /// [`BlockingEngine::end_proof`].
     Compute(RequestId),
 }
 
@@ -282,7 +287,7 @@ impl BlockingEngine {
         Ok(engine)
     }
 
-    /// Whether a sidecar is there, as far as is known.
+    /// True while a sidecar is connected, as far as is known.
     pub fn is_connected(&self) -> bool {
         self.policy.view(0).is_connected() && self.ranks.iter().all(RankClient::is_connected)
     }
@@ -297,7 +302,7 @@ impl BlockingEngine {
         self.free.len()
     }
 
-    /// Numbers since the start, by name.
+    /// Counters since the start, by name.
     pub fn counts(&self) -> BTreeMap<&'static str, u64> {
         self.policy.view(0).stats()
     }
@@ -567,7 +572,7 @@ impl BlockingEngine {
         }
         let Some(root) = tokens.get(..self.block_tokens as usize) else { return ProofStart::NotKept };
         let id = self.begin_request(root, Arrival::default());
-        // One token is left to compute, so a hit of the whole block needs one more.
+        // One token must be left to compute, so a hit of the whole block needs one more.
         self.tell_policy(id, 1);
         self.policy.check_request(id);
         let found = self.ask_for_hits(id, HIT_PATIENCE);
@@ -651,7 +656,7 @@ impl BlockingEngine {
     }
 }
 
-/// A remark in words. Steps of this engine are never passed over.
+/// Returns a remark in words. Steps of this engine are never passed over.
 fn word_remark(remark: Remark) -> Option<String> {
     match remark {
         Remark::NotLoaded { blocks } => {

@@ -14,7 +14,7 @@ const OTHER_RUN: [u8; 16] = [1; 16];
 const FORM: &str = "lora_dtype=torch.bfloat16";
 const NO_CACHE: Adapter = Adapter::Unknown;
 
-/// The adapters of one engine, and how often ranks held other bytes than before.
+/// The adapters of one engine, and the number of times that ranks held other bytes than before.
 struct Engine {
     adapters: EngineAdapters,
     replaced: u32,
@@ -38,7 +38,7 @@ impl Engine {
         self.replaced += u32::from(self.adapters.forget(number));
     }
 
-    /// The fold of an arriving request, once its digest is there.
+    /// The fold of an arriving request, once its digest is ready.
     fn fold(&mut self, request: &AdapterRequest) -> Adapter {
         self.look_at(request);
         eventually("digest of an adapter", || self.adapters.fold(request) != Adapter::Undigested);
@@ -93,7 +93,7 @@ fn in_place(folder: &Path) -> AdapterRequest {
 
 // --- from files ---
 
-/// On every engine, under any path, number and name.
+/// The folds are equal on every engine, under any path, number and name.
 #[test]
 fn equal_files_make_equal_folds() {
     let (one, copy) = (folder(), folder());
@@ -106,7 +106,7 @@ fn equal_files_make_equal_folds() {
     assert_eq!(Engine::new(OTHER_RUN, FORM).fold(&other), first);
 }
 
-/// A byte of the weights, their configuration, and how they are applied.
+/// Tested are a byte of the weights, the adapter's configuration, and the facts of its application.
 #[test]
 fn any_difference_makes_another_fold() {
     let one = folder();
@@ -127,7 +127,7 @@ fn any_difference_makes_another_fold() {
     }
 }
 
-/// As earlier releases made it: blocks kept by them are found.
+/// Earlier releases made the same fold, so their blocks are found.
 #[test]
 fn a_fold_is_that_of_earlier_releases() {
     let found = engine().fold(&asks(folder().path()));
@@ -145,7 +145,7 @@ fn a_digest_is_computed_once() {
     assert_eq!(lock(&engine.adapters.state).works, 1);
 }
 
-/// Until it is there the fold is not known.
+/// Until the digest is ready the fold is not known.
 #[test]
 fn nobody_waits_for_a_digest() {
     let (one, mut engine) = (folder(), engine());
@@ -160,7 +160,7 @@ fn nobody_waits_for_a_digest() {
 
 // --- files changing under the engine ---
 
-/// Ranks may hold the bytes of before or load the new ones any time.
+/// Ranks may hold the old bytes, or load the new ones at any time.
 #[test]
 fn changed_files_go_without_the_cache() {
     let (one, mut first_engine) = (folder(), engine());
@@ -192,7 +192,7 @@ fn an_overwritten_file_of_the_same_size_and_time() {
     assert_eq!(engine.fold(&asks(one.path())), NO_CACHE);
 }
 
-/// Ranks hold these bytes either way.
+/// Ranks hold these bytes in both cases.
 #[test]
 fn files_written_again_with_the_same_bytes_are_the_same() {
     let (one, mut engine) = (folder(), engine());
@@ -201,7 +201,7 @@ fn files_written_again_with_the_same_bytes_are_the_same() {
     assert_eq!(engine.fold(&asks(one.path())), first);
 }
 
-/// A digest of neither.
+/// Such a digest would be the digest of no version.
 #[test]
 fn files_that_change_while_they_are_read() {
     let one = folder();
@@ -235,7 +235,7 @@ fn one_number_for_two_adapters() {
 
 // --- loads by the engine ---
 
-/// Every rank reads the files then: they count from there on, and KV computed before is not kept.
+/// Every rank reads the files in this load: they count from then on, and KV computed before is not kept.
 #[test]
 fn loaded_in_place() {
     let (one, mut first_engine) = (folder(), engine());
@@ -247,7 +247,7 @@ fn loaded_in_place() {
     assert!(second != first && second != NO_CACHE && second == engine().fold(&asks(one.path())));
 }
 
-/// Ranks with the adapter keep it.
+/// Ranks keep an adapter that they hold.
 #[test]
 fn loaded_again_but_not_in_place() {
     let (one, mut engine) = (folder(), engine());
@@ -259,7 +259,7 @@ fn loaded_again_but_not_in_place() {
     assert_eq!(engine.fold(&asks(one.path())), NO_CACHE);
 }
 
-/// Then ranks hold the present files.
+/// Ranks then hold the present files.
 #[test]
 fn removed_and_loaded_again() {
     let (one, mut engine) = (folder(), engine());
@@ -271,7 +271,8 @@ fn removed_and_loaded_again() {
     assert_eq!(engine.replaced, 1, "nobody named it");
 }
 
-/// Ranks read the files in every step: this run's own fold, another one whenever they have changed.
+/// Ranks read the files in every step: this run has a separate fold, and a new one whenever the files have
+/// changed.
 #[test]
 fn requests_that_load_in_place() {
     let (one, mut first_engine) = (folder(), engine());
@@ -290,7 +291,7 @@ fn requests_that_load_in_place() {
 
 // --- files out of sight ---
 
-/// And of other bytes whenever ranks may hold others.
+/// The fold also changes whenever ranks may hold other bytes.
 #[test]
 fn an_unreadable_adapter_is_of_this_run() {
     let empty = tempfile::tempdir().unwrap();

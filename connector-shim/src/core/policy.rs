@@ -53,7 +53,7 @@ pub use self::types::{
     PolicyWait, RequestLoad, ServedState, StepPart, way_of_end,
 };
 
-/// A cache group and the session that serves it.
+/// A cache group, and its session.
 #[derive(Debug)]
 pub(crate) struct PolicyGroup<H> {
     session: H,
@@ -63,7 +63,7 @@ pub(crate) struct PolicyGroup<H> {
     namespace: u64,
 }
 
-/// See the module.
+/// The policy of one engine. See the module.
 #[derive(Debug)]
 pub struct EnginePolicy<H> {
     options: PolicyOptions,
@@ -78,30 +78,32 @@ pub struct EnginePolicy<H> {
     held: HeldBlocks,
     /// The step being scheduled.
     next: PlannedStep,
-    /// Requests beginning in it.
+    /// Requests that begin in this step.
     begun: Vec<RequestId>,
-    /// States made by it.
+    /// States made by this step.
     offered: Vec<OfferedState>,
-    /// States of the step before, of requests with drafts: the engine moves each into its block once it knows the accepted drafts, and that
-    /// may be behind the step's fence. The next step's fence is behind it.
+    /// States made by the previous step, of requests with drafts. The engine moves each into its block once
+    /// it knows the accepted drafts, perhaps behind that step's fence, but before the next step's fence.
     moving: Vec<OfferedState>,
-    /// The blocks written by its loads.
+    /// The blocks written by this step's loads.
     overwritten: Vec<u32>,
-    /// Steps with loads, and with an output not yet taken by the engine.
+    /// Steps with loads whose output the engine has not taken yet.
     open_loads: Vec<u64>,
-    /// Passed-over steps, each with the first step to name it to the ranks. A rank may never begin the naming step, or tell nothing with
-    /// it: later steps name the passed-over one, too, until the engine has taken the output of one of them.
+    /// Passed-over steps, each with the first step that names it to the ranks. A rank may never begin that
+    /// naming step, or its report may be lost: later steps repeat the name until the engine has taken the
+    /// output of one of them.
     passed: BTreeMap<u64, u64>,
     /// How often the weights may have changed.
     weights: u64,
-    /// An update of the weights has begun and not ended: KV computed meanwhile belongs to no namespace.
+    /// True while an update of the weights goes on: KV computed meanwhile belongs to no namespace.
     pub updating: bool,
     hit_tokens: [u64; Source::ALL.len()],
     remarks: Vec<Remark>,
     said_unproven: bool,
-    /// When the engine began to schedule the step.
+    /// Time at which the engine began to schedule the step.
     time: Instant,
-    /// Answers the host has waited for in the current call, the last one, and the group and the log with the lease it was to renew.
+    /// Answers awaited by the host in the current call, the last one of them, and the group and the log of
+    /// the lease that it was to renew.
     known: Vec<KnownAnswer>,
     waited: i64,
     renewing: Option<(usize, i64)>,
@@ -110,7 +112,7 @@ pub struct EnginePolicy<H> {
 // === impl EnginePolicy ===
 
 impl<H: SessionHost> EnginePolicy<H> {
-    /// With a session for each group of the set.
+    /// Begins with a session for each group of the set.
     pub fn new(
         options: PolicyOptions,
         machine: Machine,
@@ -159,17 +161,17 @@ impl<H: SessionHost> EnginePolicy<H> {
         }
     }
 
-    /// A group's session.
+    /// A group's session, to be changed.
     pub fn session(&mut self, group: usize) -> &mut H {
         &mut self.groups[group].session
     }
 
-    /// A group's session, to look at.
+    /// A group's session, to be read.
     pub fn view(&self, group: usize) -> &H {
         &self.groups[group].session
     }
 
-    /// How many groups there are.
+    /// Number of groups.
     pub fn groups(&self) -> usize {
         self.groups.len()
     }
@@ -190,25 +192,25 @@ impl<H: SessionHost> EnginePolicy<H> {
         std::mem::take(&mut self.remarks)
     }
 
-    /// Counts of steps and blocks not kept since the last call.
+    /// Takes the counts of steps and blocks not kept since the last call.
     pub fn take_unkept(&mut self) -> Unkept {
         std::mem::take(&mut self.proof.unkept)
     }
 
-    /// Ranks copy for themselves, where the sidecar could not and the user left it open.
+    /// Notes that ranks copy loads themselves: the sidecar could not, and the user left the choice open.
     pub fn ranks_copy(&mut self) {
         self.pacing.ranks_copy();
     }
 
     // --- requests ---
 
-    /// A request is followed from now on.
+    /// Begins to follow a request, and returns its number.
     pub fn follow_request(&mut self, arrival: Arrival) -> RequestId {
         self.requests.follow_request(arrival, self.groups.len())
     }
 
-    /// A verdict may have come since the last step, and the engine looks for a request in its own cache before the next one: whether blocks
-    /// of before may be wrong.
+    /// Looks for a verdict since the last step, before the engine searches its own cache for a request.
+    /// Returns true if earlier blocks may be wrong.
     pub fn look_for_verdict(&mut self) -> bool {
         if !self.check.goes_on() {
             return false;
@@ -217,7 +219,7 @@ impl<H: SessionHost> EnginePolicy<H> {
         self.follow_check()
     }
 
-    /// The keys of a request are these now: a key hangs on all before it, so known ones are not read again.
+    /// Sets the keys of a request. A key depends on all keys before it, so known ones are not read again.
     pub fn follow_keys<E>(
         &mut self,
         id: RequestId,
@@ -242,23 +244,24 @@ impl<H: SessionHost> EnginePolicy<H> {
         Ok(())
     }
 
-    /// The encoder outputs of a request.
+    /// Sets the encoder outputs of a request.
     pub fn follow_media(&mut self, id: RequestId, media: Vec<Media>) {
         if let Some(request) = self.requests.get_mut(id) {
             request.media = media;
         }
     }
 
-    /// The request has a tail: its prompt's last block, if it is partly full, is handed over under this key.
+    /// Sets the tail of a request: the last block of its prompt, if partly full, is handed over under this
+    /// key.
     pub fn set_tail(&mut self, id: RequestId, tail: Option<(u32, BlockHash)>) {
         if let Some(request) = self.requests.get_mut(id) {
             request.arrival.tail = tail;
         }
     }
 
-    /// The tokens under the key of a request's tail, if it has one; its keys are known.
+    /// The tokens under the key of a request's tail, if it has one and its keys are known.
     ///
-    /// None without a whole block before it, and where another engine's tail is of no use.
+    /// `None` without a whole block before it, or if another engine's tail cannot be used.
     pub fn tail_tokens(&self, id: RequestId) -> Option<std::ops::Range<u32>> {
         let request = self.requests.get(id)?;
         let (size, prompt) = (self.set.forms[0].block_tokens, request.arrival.prompt);
@@ -279,7 +282,7 @@ impl<H: SessionHost> EnginePolicy<H> {
         is_tail.then_some(place * size..end)
     }
 
-    /// The key of a request's tail, of these tokens: none for hashes of an algorithm not known here.
+    /// The key of a request's tail with these tokens; `None` for a hash algorithm that is not known here.
     pub fn tail(&self, id: RequestId, algorithm: Algorithm, tokens: &[u64]) -> Option<(u32, BlockHash)> {
         let range = self.tail_tokens(id)?;
         let size = self.set.forms[0].block_tokens;
@@ -291,7 +294,8 @@ impl<H: SessionHost> EnginePolicy<H> {
         Some((place, chain.tail()?))
     }
 
-    /// The request is over; its saves go on, its blocks may be reused. `way`: in which its answer ended ([`way_of_end`]); 0: not told.
+    /// Ends a request; its saves go on, its blocks may be reused. `way`: the code of its answer's end
+    /// ([`way_of_end`]); 0: not known.
     pub fn end_request(&mut self, id: RequestId, way: u32) -> EndedRequest {
         self.pacing.forget_request(id);
         self.check.forsake(id);
@@ -314,20 +318,21 @@ impl<H: SessionHost> EnginePolicy<H> {
         ended
     }
 
-    /// The engine holds these blocks: no request is given them.
+    /// Notes that the engine holds these blocks: no other request gets them.
     pub fn held(&mut self, blocks: &[u32], time: Instant) {
         self.held.hold(blocks, time);
     }
 
-    /// The engine is about to reset its pool, possible only while no block is in use: the blocks no longer held.
+    /// Takes all held blocks, to be given back: the engine is about to reset its pool, which needs all blocks
+    /// free.
     pub fn release_held(&mut self) -> Vec<u32> {
         self.held.release_all()
     }
 
     // --- one step ---
 
-    /// A step has been scheduled: follows the block tables, and gives up saves of blocks the step may overwrite. Called once a step, before
-    /// [`EnginePolicy::end_step`] with the numbers of the due requests.
+    /// Begins a scheduled step: follows the block tables, and gives up saves of blocks that the step may
+    /// overwrite. Called once a step, before [`EnginePolicy::end_step`] with the numbers of the due requests.
     pub fn begin_step(&mut self, mut changes: Changes, time: Instant) -> OpenedStep {
         self.time = time;
         self.offered = std::mem::take(&mut changes.offered);
@@ -336,7 +341,7 @@ impl<H: SessionHost> EnginePolicy<H> {
                 request.doubted_before = request.doubt.take().is_some();
             }
         }
-        // A step without tokens waits for its output, too: it may tell ends of loads.
+        // A step without tokens also waits for its output: the output may report ends of loads.
         let remark = self.proof.schedule(self.next.step);
         self.remarks.extend(remark);
         if self.proof.stalled {
@@ -418,14 +423,14 @@ impl<H: SessionHost> EnginePolicy<H> {
             part.goes_on = same && (is_state || part.blocks.get(found) == blocks.get(found));
             part.blocks = blocks.to_vec();
             (part.freed, part.saved, part.found) = (0, found, found);
-            // The state's block may be another request's by the next step: it is not offered then.
+            // The state's block may belong to another request by the next step: it is not offered then.
             part.found_in = if found > 0 && !is_state { step } else { 0 };
         }
         true
     }
 
-    /// Learns of the blocks filled by other means than computing tokens, and of the blocks under beginning requests, before the step
-    /// computes tokens into the `written` blocks.
+    /// Notes the blocks filled by other means than computing tokens, and the blocks under beginning requests,
+    /// before the step computes tokens into the `written` blocks.
     fn follow_proof(&mut self, changes: Changes, filled: &[u32], written: &[u32]) {
         self.proof.overwrite(filled);
         if self.set.has_tails() {
@@ -460,8 +465,8 @@ impl<H: SessionHost> EnginePolicy<H> {
         }
     }
 
-    /// Posts the step's saves, of requests with numbers and keys handed in by the engine. `computes`: the number of requests computed by
-    /// the step.
+    /// Posts the step's saves, for the `due` requests, whose numbers and keys the engine has handed in.
+    /// Returns the planned step. `computes`: number of requests computed by the step.
     pub fn end_step(&mut self, due: &[Due], computes: usize) -> PlannedStep {
         let mut step = self.next.clone_for_next();
         std::mem::swap(&mut step, &mut self.next);
@@ -491,12 +496,13 @@ impl<H: SessionHost> EnginePolicy<H> {
         step
     }
 
-    /// Whether [`EnginePolicy::accept_step`] of this step needs the requests of steps: the engine has passed over some.
+    /// True if [`EnginePolicy::accept_step`] of this step needs the requests of open steps: the engine has
+    /// passed over some.
     pub fn passes_over(&self, step: u64) -> bool {
         self.proof.expects() != Some(step)
     }
 
-    /// Steps with an output the engine has not taken.
+    /// Steps whose output the engine has not taken.
     pub fn open_steps(&self) -> impl Iterator<Item = u64> {
         self.proof.open_steps()
     }
@@ -529,7 +535,7 @@ impl<H: SessionHost> EnginePolicy<H> {
 
     // --- KV events ---
 
-    /// The events of a group's changes, if the engine publishes any.
+    /// Takes the events of a group's changes; empty unless the engine publishes events.
     pub fn take_events(&mut self, group: usize, time: Instant) -> Vec<KvEvent> {
         let PolicyGroup { session, events: Some(events), .. } = &mut self.groups[group] else {
             return Vec::new();
@@ -538,12 +544,12 @@ impl<H: SessionHost> EnginePolicy<H> {
         events.take_events(&changes, session.saving() > 0, time)
     }
 
-    /// Whether an engine without requests is to step on for them.
+    /// True if an engine without requests should run further steps for its events.
     pub fn lingers(&self, time: Instant) -> bool {
         self.groups.iter().flat_map(|group| &group.events).any(|events| events.linger(time))
     }
 
-    /// The engine has announced every block as removed.
+    /// Notes that the engine has announced every block as removed.
     pub fn blocks_cleared(&mut self) {
         for group in &mut self.groups {
             if let Some(events) = &mut group.events {

@@ -205,7 +205,7 @@ impl<C: Deref<Target: Endpoint>, P: Clone> RankSession<C, P> {
         found.map(|(_, pool)| pool.clone())
     }
 
-    /// Unmaps the pool of an earlier life after [`POOL_KEPT`]. Loads in progress keep the mapping by their
+    /// Unmaps the pool of an earlier life after `POOL_KEPT`. Loads in progress keep the mapping by their
     /// own references.
     pub fn drop_earlier_pool(&mut self, now: Instant) {
         if self.earlier_pool.as_ref().is_some_and(|(since, _)| now - *since > POOL_KEPT) {

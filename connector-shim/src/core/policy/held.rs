@@ -20,18 +20,18 @@ impl HeldBlocks {
         self.0.iter().any(|(held, _)| *held == block)
     }
 
-    /// The engine holds these blocks from now on.
+    /// Holds these blocks from now on.
     pub(super) fn hold(&mut self, blocks: &[u32], time: Instant) {
         self.0.extend(blocks.iter().map(|block| (*block, time + HELD)));
     }
 
-    /// The blocks to give back: saved ones, and those held for too long.
+    /// Takes the blocks to give back: saved ones, and those held for too long.
     pub(super) fn release_saved(&mut self, is_unsaved: impl Fn(u32) -> bool, time: Instant) -> Vec<u32> {
         let over = self.0.extract_if(.., |(block, until)| !is_unsaved(*block) || *until < time);
         over.map(|(block, _)| block).collect()
     }
 
-    /// All of them: vLLM resets no pool with a block in use.
+    /// Takes all held blocks: vLLM resets no pool with a block in use.
     pub(super) fn release_all(&mut self) -> Vec<u32> {
         self.0.drain(..).map(|(block, _)| block).collect()
     }

@@ -1,27 +1,29 @@
-//! Cache groups by kind. A request's hit is one question to all of them, [`GroupSet::serve_request`].
+//! Cache groups by kind. A request's hit is found by one question to all groups, [`GroupSet::serve_request`].
 
 use std::ops::Range;
 
-/// Boundaries tried for one question, and the first of them, before only checkpoints are tried. Each costs a query of a window's blocks, 6
-/// us for 64 of them, and the next one is a window below at most.
+/// The most boundaries tried for one question; of these, the first ones are all boundaries, the later ones
+/// only checkpoints. Each try costs a query of a window's blocks, 6 us for 64 of them, and the next one is at
+/// most a window below.
 const TRIES_MAX: u32 = 32;
 const TRIES_IN_TURN: u32 = 16;
 
-/// The blocks before a boundary read by the next token.
+/// The blocks before a boundary that the next token reads.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub enum GroupKind {
-    /// All of them.
+    /// All blocks.
     Full,
-    /// The last ones.
+    /// The last blocks.
     Window {
-        /// How many.
+        /// Number of these blocks.
         reads: u32,
     },
-    /// The last one: the state of the layers at the boundary. The engine says which states it has made, and where.
+    /// The last block: the state of the layers at the boundary. The engine names the states that it has made,
+    /// and their blocks.
     State,
 }
 
-/// The keys that a question to a group names.
+/// The keys named by a question to a group.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub enum AskedKeys {
     /// Keys of the group's log.
@@ -90,12 +92,12 @@ impl GroupForm {
         first.max(end.saturating_sub(reads))..end.max(first)
     }
 
-    /// Whether a hit up to `end` reads the beginning of a block of full attention.
+    /// True if a hit up to `end` reads the beginning of a block of full attention.
     pub fn has_tail(&self, end: u32) -> bool {
         self.kind == GroupKind::Full && !end.is_multiple_of(self.block_tokens)
     }
 
-    /// Hashes of a request for each key.
+    /// Number of a request's hashes for each key.
     pub(super) fn hashes_of_key(&self) -> u32 {
         self.key_tokens * self.hashes_each / self.block_tokens
     }
@@ -113,12 +115,12 @@ impl GroupSet {
         Self { forms, boundary, unit, checkpoint }
     }
 
-    /// Whether hits may end within blocks of full attention, under a key of their own.
+    /// True if hits may end within blocks of full attention, under a separate key.
     pub fn has_tails(&self) -> bool {
         self.unit < self.boundary
     }
 
-    /// Whether there are several groups.
+    /// True if there are several groups.
     pub fn several(&self) -> bool {
         self.forms.len() > 1
     }
@@ -128,27 +130,29 @@ impl GroupSet {
         (0..self.forms.len()).filter(move |group| (self.forms[*group].kind != GroupKind::Full) == others)
     }
 
-    /// Whether some group keeps states.
+    /// True if some group keeps states.
     pub fn has_states(&self) -> bool {
         self.forms.iter().any(|form| form.kind == GroupKind::State)
     }
 
-    /// The group with its loads reported as those of the request.
+    /// The number of the group whose loads are reported as the request's loads.
     pub fn reported_group(&self) -> usize {
         self.groups_of(false).next().unwrap_or(0)
     }
 
-    /// The highest possible end of a hit before so many tokens.
+    /// Returns the highest possible end of a hit within so many tokens.
     pub fn floor(&self, tokens: u32) -> u32 {
         tokens - tokens % self.unit
     }
 
-    /// The highest possible end reached with the first missing key of a group at this place; `limit` counts as one.
+    /// Returns the highest possible end below the first missing key of a group, at place `missing`; `limit`
+    /// counts as one.
     fn below(&self, group: usize, missing: u32, limit: u32) -> u32 {
         limit.min(self.floor((missing + 1) * self.forms[group].key_tokens - 1))
     }
 
-    /// The keys named by a question for a hit from `first` up to `end`: all of a group with states, to learn the last kept one.
+    /// Returns the keys to ask for, for a hit from `first` up to `end`: all keys in a group with states, to
+    /// learn the last kept one.
     pub fn asked(&self, group: usize, first: u32, end: u32) -> Range<u32> {
         let form = &self.forms[group];
         match form.kind {
@@ -158,7 +162,7 @@ impl GroupSet {
         }
     }
 
-    /// The keys of the blocks loaded for a hit from `first` up to `end`, but for a tail.
+    /// Returns the keys of the blocks loaded for a hit from `first` up to `end`, except a tail.
     pub fn loaded_keys(&self, group: usize, first: u32, end: u32) -> Range<u32> {
         let asked = self.asked(group, first, end);
         match self.forms[group].kind {
@@ -167,9 +171,10 @@ impl GroupSet {
         }
     }
 
-    /// How far all groups have the blocks a request reads, of `first..limit`, in tokens. `present` returns the number of asked keys before
-    /// the first missing one, of states the number up to the last kept one; none: it will know later. `parted` is told how far full groups
-    /// have all blocks. `tried`: the end of the last pending answer.
+    /// Returns how far all groups have the blocks of `first..limit` that a request reads, in tokens.
+    /// `present` returns the number of asked keys before the first missing one; for states, the number up to
+    /// the last kept one; `None`: not known yet. `parted` gets the end up to which full groups have all
+    /// blocks. `tried`: the end of the last pending answer.
     pub fn serve_request<W>(
         &self,
         (first, limit): (u32, u32),

@@ -16,13 +16,14 @@ const ADAPTER_WAIT: Duration = Duration::from_millis(200);
 // === impl FollowedRequest: its adapter ===
 
 impl FollowedRequest {
-    /// Whether to ask again because the digest of the request's adapter is being computed.
+    /// True if the digest of the request's adapter is still being computed: the engine should ask again.
     pub(super) fn adapter_is_near(&mut self, time: Instant) -> bool {
         self.now.adapter == Adapter::Undigested
             && time - *self.undigested_since.get_or_insert(time) < ADAPTER_WAIT
     }
 
-    /// Another engine computes its prompt: nobody else computes blocks of this engine's own answer.
+    /// True if another engine computes its prompt. No other engine computes blocks of this engine's own
+    /// answer.
     pub(super) fn awaits_producer(&self) -> bool {
         self.arrival.awaits.is_some() && self.now.preemptions == 0
     }
@@ -31,7 +32,7 @@ impl FollowedRequest {
 // === impl EnginePolicy: key logs ===
 
 impl<H: SessionHost> EnginePolicy<H> {
-    /// Brings the request's key log in a group up to date; false while there is none to be had.
+    /// Brings the request's key log in a group up to date. Returns false if no log can be had.
     pub(super) fn append_keys(&mut self, id: RequestId, group: usize) -> bool {
         let may_promise = self.options.saves && self.may_keep(id);
         let (session, form) = (&mut self.groups[group].session, self.set.forms[group]);
@@ -77,7 +78,7 @@ impl<H: SessionHost> EnginePolicy<H> {
         }
         let part = &mut request.parts[group];
         if part.log < 0 {
-            // Try again at the next occasion.
+            // The next call tries again.
             part.generation = None;
             return false;
         }
@@ -85,8 +86,8 @@ impl<H: SessionHost> EnginePolicy<H> {
         true
     }
 
-    /// The log of the block of full attention filled by so many tokens of the request, opened if need be, and the place of its key; none
-    /// without a key or room.
+    /// Returns the log of the block of full attention filled by so many tokens of the request, and the place
+    /// of its key; opens the log if need be. `None` without a key or room.
     pub(super) fn tail_log(&mut self, id: RequestId, group: usize, tokens: u32) -> Option<(i64, u32)> {
         if !self.append_keys(id, group) {
             return None;
@@ -118,7 +119,7 @@ impl<H: SessionHost> EnginePolicy<H> {
         Some((log, place))
     }
 
-    /// Ends the logs of the request's tails but that of so many tokens: no lease is left behind.
+    /// Ends the logs of the request's tails, except that of so many tokens, with their leases.
     pub(super) fn close_other_tails(&mut self, id: RequestId, tokens: u32) {
         let Some(request) = self.requests.get_mut(id) else { return };
         for (group, form) in self.set.forms.iter().enumerate() {
@@ -130,7 +131,8 @@ impl<H: SessionHost> EnginePolicy<H> {
         }
     }
 
-    /// The request's blocks will not be kept: ends its promised logs, so no other engine waits for them any longer.
+    /// Ends the request's promised logs, since its blocks will not be kept: no other engine waits for them
+    /// any longer.
     pub(super) fn break_promise(&mut self, id: RequestId) {
         let Some(request) = self.requests.get_mut(id) else { return };
         for (part, group) in request.parts.iter_mut().zip(&mut self.groups) {
@@ -144,7 +146,8 @@ impl<H: SessionHost> EnginePolicy<H> {
 // === impl FollowedRequest: written keys ===
 
 impl FollowedRequest {
-    /// A log was opened for the group: the computing engine, this one or another, is declared before the log's first key.
+    /// Opens a log for the group, and declares the computing engine, this one or another, before the log's
+    /// first key.
     fn open_log<H: SessionHost>(
         &mut self,
         group: usize,
@@ -192,7 +195,7 @@ impl FollowedRequest {
 // === impl RequestPart: ends of logs ===
 
 impl RequestPart {
-    /// Ends the log. `way`: in which the request's answer ended; 0: it goes on.
+    /// Ends the log. `way`: the code of the end of the request's answer; 0: the request goes on.
     pub(super) fn close_log<H: SessionHost>(&mut self, session: &mut H, way: u32) {
         self.promised = false;
         self.close_tail(session);

@@ -11,16 +11,16 @@ use super::requests::{Adapter, Hit, LastAnswer, Now, RequestId};
 use super::{EnginePolicy, PolicyWait};
 use crate::core::scheduler::{AskedQuery, PENDING};
 
-/// The most announced requests among those waiting for their turn. Blocks fetched for more of them would push each other out of memory, and
-/// their keys fill the log arena.
+/// The most announced requests among the waiting ones. Fetched blocks of more requests would push each other
+/// out of memory, and their keys would fill the log arena.
 const ANNOUNCED_MAX: usize = 64;
 
-/// The answer to an engine's question for a request.
+/// The answer to an engine's question about a request.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub enum FoundTokens {
-    /// So many tokens beyond the engine's own; whether they come beside the steps.
+    /// The number of found tokens beyond the engine's own; true if their load runs beside the steps.
     Tokens(u32, bool),
-    /// To be asked again.
+    /// Not known yet: the engine should ask again.
     Later,
 }
 
@@ -39,16 +39,18 @@ pub(super) struct KnownAnswer {
 // === impl EnginePolicy: waiting requests ===
 
 impl<H: SessionHost> EnginePolicy<H> {
-    /// Whether one more request waiting for its turn is announced. `running`: requests computed by the last step and not over.
+    /// True if one more waiting request may be announced. `running`: number of requests computed by the last
+    /// step and not over.
     pub fn may_announce(&self, running: usize) -> bool {
         self.requests.live_count() < running + ANNOUNCED_MAX
     }
 
-    /// Tells the sidecar the keys of an arrived request waiting for its turn. Blocks of its prompt outside memory are fetched meanwhile.
+    /// Posts the keys of an arrived and waiting request. The sidecar meanwhile fetches blocks of its prompt
+    /// into memory.
     pub fn announce_request(&mut self, id: RequestId) {
         let Some(request) = self.requests.get(id) else { return };
         let fetches = self.options.loads && request.arrival.reads;
-        // A promise is made as soon as the request's keys are told.
+        // A promise is posted together with the request's first keys.
         if !(fetches || self.options.saves && request.arrival.hands_over) {
             return;
         }
@@ -192,7 +194,8 @@ impl<H: SessionHost> EnginePolicy<H> {
         }
     }
 
-    /// The number of these keys in the cache before the first missing one, of states up to the last kept one; none: to be asked again.
+    /// Returns the number of these keys in the cache before the first missing one; for states, up to the last
+    /// kept one. `None`: ask again.
     pub(super) fn look_up(
         &mut self,
         id: RequestId,
@@ -237,7 +240,7 @@ impl<H: SessionHost> EnginePolicy<H> {
         Ok(None)
     }
 
-    /// Takes the session's answer the host has waited for.
+    /// Takes the session's answer from the host, which has waited for it.
     pub fn answered(&mut self, hits: i64) {
         self.waited = hits;
         if self.renewing.is_none()
@@ -296,7 +299,7 @@ impl<H: SessionHost> EnginePolicy<H> {
         parts.any(|(part, group)| part.logs().any(|log| group.session.arriving(log)))
     }
 
-    /// The end of the hit without the blocks left to be computed for a check.
+    /// Returns the end of the hit without the blocks that the engine computes for a check.
     fn trim(&mut self, id: RequestId, first: u32, end: u32) -> u32 {
         let namespace = self.groups[0].session.namespace();
         let size = self.set.forms[0].block_tokens;
@@ -317,7 +320,7 @@ impl<H: SessionHost> EnginePolicy<H> {
         if kept == whole { end } else { first + kept * size }
     }
 
-    /// Whether a request ends rather than have this engine compute so much of it.
+    /// True if a request must end because this engine would compute too much of it.
     fn is_too_much(&self, id: RequestId, end: u32) -> bool {
         let request = self.requests.get(id).expect("the caller has it");
         let Now { tokens, preemptions, .. } = request.now;
@@ -325,7 +328,7 @@ impl<H: SessionHost> EnginePolicy<H> {
         self.options.strict_tokens.is_some_and(|strict| awaits && tokens - end > strict)
     }
 
-    /// Ends the leases of the request's last hit: its blocks are not loaded.
+    /// Ends the leases of the request's last hit, whose blocks are not loaded.
     pub(super) fn release_leases(&mut self, id: RequestId) {
         let Some(request) = self.requests.get_mut(id) else { return };
         request.answer = LastAnswer::Nothing;
@@ -336,18 +339,18 @@ impl<H: SessionHost> EnginePolicy<H> {
         }
     }
 
-    /// Whether the request awaits another engine's blocks; none: the cache is not asked for it.
+    /// True if the request awaits another engine's blocks; `None` if the cache is not asked for it.
     pub fn awaits_blocks(&self, id: RequestId) -> Option<bool> {
         let request = self.requests.get(id).filter(|request| request.arrival.reads)?;
         Some(request.awaits_producer())
     }
 
-    /// The key log of a request in a group; -1: none.
+    /// The key log of a request in a group; -1 if there is none.
     pub fn log(&self, id: RequestId, group: usize) -> i64 {
         self.requests.get(id).map_or(-1, |request| request.parts[group].log)
     }
 
-    /// Whether the cache has answered, and the load waits for a step with room.
+    /// True if the cache has answered, and the load waits for a step with room.
     pub fn is_put_off(&self, id: RequestId) -> bool {
         self.requests.get(id).is_some_and(|request| request.answer == LastAnswer::PutOff)
     }
@@ -358,29 +361,30 @@ impl<H: SessionHost> EnginePolicy<H> {
         self.requests.get(id).map_or(0, |request| request.junction)
     }
 
-    /// Whether a load of the request has failed: the cache is not asked again.
+    /// True if a load of the request has failed: the cache is not asked again.
     pub fn is_refused(&self, id: RequestId) -> bool {
         self.requests.get(id).is_some_and(|request| request.refused.is_some())
     }
 
-    /// The request's hit is computed and compared with the kept blocks, as a proof of what the engine computes.
+    /// Has the request's hit computed and compared with the kept blocks, to prove the engine's KV.
     pub fn check_request(&mut self, id: RequestId) {
         self.check.demand(id);
     }
 
-    /// Whether blocks of the request's hit are left to be computed, and will be compared.
+    /// True if the engine computes some blocks of the request's hit for a check.
     pub fn is_checked(&self, id: RequestId) -> bool {
         self.check.span(id).is_some_and(|blocks| !blocks.is_empty())
     }
 
-    /// A request has so many computed tokens by now. An engine with windows calls this for all requests before it reports failed loads.
+    /// Sets the number of a request's computed tokens. An engine with windows calls this for all requests
+    /// before it reports failed loads.
     pub fn progress(&mut self, id: RequestId, computed: u32) {
         if let Some(request) = self.requests.get_mut(id) {
             request.now.computed = computed;
         }
     }
 
-    /// The engine's current numbers of a request.
+    /// Sets the engine's current numbers of a request.
     pub fn set_now(&mut self, id: RequestId, now: Now) {
         if let Some(request) = self.requests.get_mut(id) {
             if now.adapter != Adapter::Undigested {

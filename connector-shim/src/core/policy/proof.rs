@@ -1,4 +1,4 @@
-//! The blocks of the engine's pool with the KV of their keys, as far as this run has seen them filled.
+//! The blocks of the engine's pool that hold the KV of their keys, as far as this run has seen them filled.
 //!
 //! An engine such as vLLM lists a block under its hash when it schedules the step to fill the block. The step may be skipped, raise or be
 //! refused, and its request may be preempted in the same schedule(). A listed hash therefore proves nothing. A block is proven by an
@@ -13,10 +13,10 @@ use super::kinds::{GroupForm, GroupKind};
 use super::remarks::Remark;
 use super::requests::{FollowedRequest, RequestId, Requests};
 
-/// Encoder outputs remembered as new ones: beyond so many, all count as old.
+/// The most encoder outputs remembered as new ones: with more, all count as old.
 const ENCODED_MAX: usize = 1 << 16;
-/// Steps waiting for the engine to take their output; vLLM has two in flight at most. With more, the engine is held to take no output at
-/// all.
+/// The most steps that wait for the engine to take their output; vLLM has at most two in flight. With more,
+/// the engine counts as one that takes no output.
 const OPEN_STEPS_MAX: usize = 32;
 /// The engine's null block, in place of each block before a window. Nothing is ever written to it.
 pub(super) const NULL_BLOCK: u32 = 0;
@@ -26,16 +26,17 @@ pub(super) const NULL_BLOCK: u32 = 0;
 struct Fill {
     group: usize,
     blocks: Vec<u32>,
-    /// The request computing them; none for a load: its content depends on no block before it.
+    /// The request that computes them; `None` for a load: its content depends on no block before it.
     owner: Option<RequestId>,
 }
 
-/// A step with its output not taken by the engine yet.
+/// A step whose output the engine has not taken yet.
 #[derive(Debug)]
 struct OpenStep {
     number: u64,
     fills: Vec<Fill>,
-    /// The blocks under each request at its begin in the step. A request with a window forgets them before the engine takes the output.
+    /// The blocks under each request at its begin in the step. A request with a window forgets them before
+    /// the engine takes the output.
     begins: Vec<(RequestId, Vec<u32>)>,
     /// Blocks copied by the step, each pair from the first to the second.
     copies: Vec<(u32, u32)>,
@@ -45,7 +46,7 @@ struct OpenStep {
 #[derive(Debug, Default)]
 pub(super) struct Passed {
     pub(super) steps: Vec<u64>,
-    /// Later steps have computed upon them: no save posted until now counts.
+    /// True if later steps have computed from them: no save posted until now counts.
     pub(super) voids: bool,
 }
 
@@ -72,13 +73,14 @@ pub(super) struct BlockProof {
     forms: Vec<GroupForm>,
     keys: Vec<FilledBlocks>,
     open: VecDeque<OpenStep>,
-    /// The engine's identifiers of encoder outputs made since all blocks were disowned; none: no blocks ever were. The engine may still use
-    /// older outputs, made with other weights.
+    /// The engine's identifiers of encoder outputs made since the last disowning of all blocks; `None`: there
+    /// was none. The engine may still use older outputs, made with other weights.
     encoded: Option<HashSet<String>>,
-    /// The engine takes no output, as far as this run is told: then nothing is kept, and nothing promised.
+    /// True if the engine takes no output, as far as this run knows: then nothing is kept, and nothing
+    /// promised.
     pub(super) stalled: bool,
     pub(super) unkept: Unkept,
-    /// Another connector loads blocks, too. They are unproven here.
+    /// True if another connector loads blocks, too. These count as unproven.
     beside_others: bool,
 }
 
@@ -108,7 +110,7 @@ impl FilledBlocks {
         }
     }
 
-    /// A block gets the content of another.
+    /// Gives a block the content of another.
     fn copy(&mut self, from: u32, to: u32) {
         if let Some(key) = self.get(from).copied() {
             self.set_key(to, key);
@@ -118,8 +120,8 @@ impl FilledBlocks {
         }
     }
 
-    /// Blocks of the request before `end` and before the first one not filled under its key. A null block, in place of one before a window,
-    /// is not read.
+    /// Number of the request's leading blocks before `end`, up to the first block not filled under its key. A
+    /// null block stands for a block before a window, and is not read.
     fn leading(&self, request: &FollowedRequest, group: usize, form: &GroupForm, end: usize) -> usize {
         let blocks = &request.parts[group].blocks;
         let keys = request.keys_of(form, 0..end.min(blocks.len()));
@@ -144,32 +146,32 @@ impl BlockProof {
         }
     }
 
-    /// Whether there are steps with an output not taken by the engine.
+    /// True if there are steps whose output the engine has not taken.
     pub(super) fn waits(&self) -> bool {
         !self.open.is_empty()
     }
 
-    /// The first of them, if the engine is known to take outputs.
+    /// The first of these steps, if the engine is known to take outputs.
     pub(super) fn expects(&self) -> Option<u64> {
         self.open.front().filter(|_| !self.stalled).map(|step| step.number)
     }
 
-    /// Those steps.
+    /// All of these steps.
     pub(super) fn open_steps(&self) -> impl Iterator<Item = u64> {
         self.open.iter().map(|step| step.number)
     }
 
-    /// Whether encoder outputs are followed.
+    /// True if encoder outputs are followed.
     pub(super) fn encodes(&self) -> bool {
         self.encoded.is_some()
     }
 
     // --- one step ---
 
-    /// A step is scheduled.
+    /// Notes that a step is scheduled.
     pub(super) fn schedule(&mut self, step: u64) -> Option<Remark> {
         if self.stalled {
-            // One of them is enough to learn of passed-over steps.
+            // One of them suffices to learn of passed-over steps.
             return None;
         }
         self.open.push_back(OpenStep {
@@ -185,14 +187,15 @@ impl BlockProof {
         })
     }
 
-    /// The step writes these blocks.
+    /// Notes that the step writes these blocks.
     pub(super) fn overwrite(&mut self, blocks: &[u32]) {
         for keys in &mut self.keys {
             keys.forget_blocks(blocks);
         }
     }
 
-    /// The step copies blocks, each pair from the first to the second, before it computes anything.
+    /// Notes that the step copies blocks, each pair from the first to the second, before it computes
+    /// anything.
     pub(super) fn copy(&mut self, copied: &[(u32, u32)]) {
         for (from, to) in copied {
             self.keys.iter_mut().for_each(|keys| keys.copy(*from, *to));
@@ -202,7 +205,7 @@ impl BlockProof {
         }
     }
 
-    /// The step waits for the request's load, so its blocks are filled by the step.
+    /// Notes that the step waits for the request's load, so the step fills its blocks.
     pub(super) fn fill_by_load(&mut self, request: &mut FollowedRequest) {
         if self.stalled {
             return;
@@ -215,8 +218,8 @@ impl BlockProof {
         self.loaded(request, &[]);
     }
 
-    /// The request begins in a group on blocks with so many tokens, as the engine counts them; blocks of it may be copies. Returns the
-    /// number of unproven blocks to tell of.
+    /// Notes that the request begins in a group on blocks with so many tokens, as the engine counts them;
+    /// blocks of it may be copies. Returns the number of unproven blocks to report.
     pub(super) fn begin_request(
         &mut self,
         id: RequestId,
@@ -288,7 +291,8 @@ impl BlockProof {
         }
     }
 
-    /// Once the current step is done, this block of the engine holds the request's state at `end`, or its KV so far.
+    /// Notes that after the current step this block of the engine holds the request's state at `end`, or its
+    /// KV so far.
     pub(super) fn fill_part(
         &mut self,
         id: RequestId,
@@ -308,7 +312,7 @@ impl BlockProof {
         }
     }
 
-    /// Whether the engine's block still has that state of the request, of a step not passed over.
+    /// True if the engine's block still has that state of the request, from a step that was not passed over.
     pub(super) fn has_state(
         &self,
         request: &FollowedRequest,
@@ -319,7 +323,8 @@ impl BlockProof {
         key.is_some() && self.keys[group].get(block) == key
     }
 
-    /// The request writes behind its beginning in a block of full attention. Other requests may go on from there, too.
+    /// Notes that the request writes behind its beginning in a block of full attention. Other requests may go
+    /// on from there, too.
     pub(super) fn keep_beginning(&mut self, id: RequestId, request: &FollowedRequest, tokens: u32) {
         for (group, form) in self.forms.clone().iter().enumerate().filter(|(_, form)| form.has_tail(tokens)) {
             if let Some(block) = request.parts[group].blocks.get((tokens / form.block_tokens) as usize) {
@@ -359,7 +364,7 @@ impl BlockProof {
         }
     }
 
-    /// The first token from `start` on, before `end`, of an encoder output made with earlier weights.
+    /// Returns the first token from `start` on, before `end`, of an encoder output made with earlier weights.
     fn old_output(&self, request: &FollowedRequest, start: u32, end: u32) -> Option<u32> {
         let encoded = self.encoded.as_ref()?;
         let old = request.media.iter().filter(|media| !encoded.contains(&media.identifier));
@@ -367,7 +372,8 @@ impl BlockProof {
         read.map(|media| media.offset.max(start)).min()
     }
 
-    /// Whether the engine took the output of the oldest open step, a proof of the blocks filled by the step.
+    /// Returns true if the engine took the output of the oldest open step: this proves the blocks filled by
+    /// the step.
     pub(super) fn accept_next(&mut self, step: u64) -> bool {
         let next = self.expects() == Some(step);
         if next {
@@ -376,7 +382,8 @@ impl BlockProof {
         next
     }
 
-    /// The engine has taken the output of `step`, and nothing of the steps before it; `scheduled` has their requests.
+    /// Notes that the engine has taken the output of `step`, and no output of the steps before it;
+    /// `scheduled` has their requests.
     pub(super) fn pass_over(
         &mut self,
         step: u64,
@@ -388,7 +395,7 @@ impl BlockProof {
         let mut voids = self.stalled;
         if !passed.is_empty() || voids {
             let ids = passed.iter().filter_map(|open| scheduled.get(&open.number)).flatten();
-            // Those too that are over: a later step may have computed upon theirs before they ended.
+            // Ended requests count too: a later step may have computed from their blocks before they ended.
             let mut affected: HashSet<RequestId> = ids.copied().collect();
             if voids {
                 affected.extend(requests.live().map(|(id, _)| id));
@@ -399,7 +406,7 @@ impl BlockProof {
                     self.keys[fill.group].forget_blocks(&fill.blocks);
                     lost.extend(&fill.blocks);
                 }
-                // Nobody knows whether the step made its copies.
+                // The step may or may not have made its copies.
                 let copies: Vec<u32> = open.copies.iter().map(|(_, to)| *to).collect();
                 self.overwrite(&copies);
                 lost.extend(copies);
@@ -416,7 +423,7 @@ impl BlockProof {
 
     // --- loads beside the steps, and lost proofs ---
 
-    /// The request's load has ended, well but for the `failed` blocks.
+    /// Notes the end of the request's load: all its blocks are loaded, except the `failed` ones.
     pub(super) fn loaded(&mut self, request: &mut FollowedRequest, failed: &[u32]) {
         for (part, keys) in request.parts.iter_mut().zip(&mut self.keys) {
             for (block, key) in std::mem::take(&mut part.loading) {
@@ -427,7 +434,7 @@ impl BlockProof {
         }
     }
 
-    /// The open steps prove none of the blocks they fill.
+    /// Voids the open steps: they prove none of the blocks they fill.
     fn void(&mut self) {
         for open in &mut self.open {
             for fill in std::mem::take(&mut open.fills) {
@@ -438,14 +445,15 @@ impl BlockProof {
         }
     }
 
-    /// Blocks were not loaded: KV computed upon them by the open steps, directly or not, is not proven.
+    /// Notes blocks that were not loaded: KV computed from them by the open steps, directly or not, is not
+    /// proven.
     pub(super) fn fail(&mut self, blocks: &[u32], requests: &mut Requests) {
         self.overwrite(blocks);
         self.spread(blocks.iter().copied().collect(), HashSet::new(), requests, &HashMap::new());
     }
 
-    /// KV computed by the open steps for the `affected` requests, or upon the `lost` blocks, directly or not, is not proven. Returns
-    /// whether the open steps have computed any of it.
+    /// Voids KV computed by the open steps for the `affected` requests, or from the `lost` blocks, directly
+    /// or not. Returns true if the open steps have computed any of it.
     fn spread(
         &mut self,
         mut lost: HashSet<u32>,
@@ -509,7 +517,7 @@ impl BlockProof {
         under
     }
 
-    /// The request's KV beyond its proven blocks is in doubt.
+    /// Puts the request's KV beyond its proven blocks in doubt.
     fn fall_back(&self, request: &mut FollowedRequest) {
         if !request.has_blocks() {
             return;
@@ -526,7 +534,8 @@ impl BlockProof {
         }
     }
 
-    /// No block belongs to the KV computed from now on. If the engine's own cache could not be reset, requests still find old blocks in it.
+    /// Disowns all blocks: none belongs to the KV computed from now on. If the engine's own cache could not
+    /// be reset, requests still find old blocks in it.
     pub(super) fn disown(&mut self, requests: &mut Requests) {
         for keys in &mut self.keys {
             keys.whole.clear();
@@ -542,7 +551,7 @@ impl BlockProof {
         }
     }
 
-    /// A step has encoders make this output.
+    /// Notes that encoders make this output in a step.
     pub(super) fn note_encoded(&mut self, identifier: String) {
         if let Some(encoded) = &mut self.encoded {
             encoded.insert(identifier);

@@ -1,4 +1,5 @@
-//! The requests not over yet: of each its keys, and in each cache group its key log, its blocks, and how far they are kept.
+//! Requests that are not over yet: their keys, and for each cache group the key log, the blocks, and how many
+//! are saved.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::ops::Range;
@@ -9,13 +10,13 @@ use shm_protocol::source::Source;
 
 use super::kinds::GroupForm;
 
-/// A request of the policy's engine. Numbers are never used again.
+/// The number of a request at its engine's policy. Numbers are never used again.
 pub type RequestId = u64;
 
 /// The adapter of a request.
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
 pub enum Adapter {
-    /// None.
+    /// No adapter.
     #[default]
     Absent,
     /// An adapter with this digest of its bytes, mixed into every key.
@@ -26,12 +27,12 @@ pub enum Adapter {
     Unknown,
 }
 
-/// The changing numbers of a request, as of the engine's call.
+/// The changing numbers of a request, at the time of the engine's call.
 #[derive(Copy, Clone, Debug, Default)]
 pub struct Now {
     /// Tokens of the prompt and of the answer so far.
     pub tokens: u32,
-    /// Tokens with their KV there before the step being scheduled.
+    /// Tokens with KV before the step being scheduled.
     pub computed: u32,
     /// How often the request has lost its blocks.
     pub preemptions: u32,
@@ -44,13 +45,15 @@ pub struct Now {
 pub struct Arrival {
     /// Tokens of the prompt.
     pub prompt: u32,
-    /// It may be served from the cache, and no other connector brings its prompt.
+    /// True if it may be served from the cache, and no other connector loads its prompt.
     pub reads: bool,
-    /// Another engine has computed its prompt, or is about to: tokens saved there, as far as is known.
+    /// Tokens of its prompt saved by another engine, as far as is known; `None`: no other engine computes its
+    /// prompt.
     pub awaits: Option<u32>,
-    /// Another engine goes on with it.
+    /// True if another engine goes on with it.
     pub hands_over: bool,
-    /// The block at the end of the handed-over tokens, and the key of its tokens so far ([`super::EnginePolicy::tail`]).
+    /// The block at the end of the handed-over tokens, and the key of its tokens so far
+    /// ([`super::EnginePolicy::tail`]).
     pub tail: Option<(u32, BlockHash)>,
 }
 
@@ -59,9 +62,9 @@ pub struct Arrival {
 pub struct Media {
     /// The engine's name for the output.
     pub identifier: String,
-    /// First token.
+    /// The first token.
     pub offset: u32,
-    /// Tokens.
+    /// The number of tokens.
     pub length: u32,
 }
 
@@ -83,64 +86,68 @@ pub(super) enum LastAnswer {
     PutOff,
     /// A hit, under leases of all groups.
     Hit(Hit),
-    /// Too little was handed over: its load is to fail, and so to end the request.
+    /// Too little was handed over: the load must fail, so that the request ends.
     GivenUp(Hit),
 }
 
-/// The blocks to be named by the engine for an allocation.
+/// The blocks that the engine names after an allocation.
 #[derive(Clone, Debug)]
 pub(super) enum Allocation {
-    /// Blocks another connector may load.
+    /// Blocks that another connector may load.
     Foreign,
-    /// Those of a hit, up to this token.
+    /// Blocks of a hit, up to this token.
     Load { answer: LastAnswer, end: u32 },
 }
 
-/// A log of its own for a block of full attention filled up to a possible end of a hit: its key, behind the key before.
+/// A separate log for a block of full attention, filled up to a possible end of a hit: the block's key,
+/// behind the key of the block before.
 #[derive(Copy, Clone, Debug)]
 pub(super) struct TailLog {
     pub(super) log: i64,
     pub(super) generation: u64,
     pub(super) key: BlockHash,
-    /// The place of its key.
+    /// The place of the block's key.
     pub(super) place: u32,
 }
 
 /// A request in one cache group.
 #[derive(Clone, Debug)]
 pub(super) struct RequestPart {
-    /// The key log, and the connection it was opened in; none: the next append opens one.
+    /// The key log, and the connection in which it was opened; `None`: the next append opens one.
     pub(super) log: i64,
     pub(super) generation: Option<u64>,
     /// The adapter's digest, mixed into the log's keys.
     pub(super) fold: Option<[u8; 16]>,
     pub(super) appended: u32,
-    /// The last appended key: it hangs on all before it.
+    /// The last appended key, which depends on all keys before it.
     pub(super) newest: BlockHash,
-    /// The log ends with the key of a tail, and takes no other.
+    /// True if the log ends with the key of a tail, and takes no other key.
     pub(super) tailed: bool,
-    /// Another engine is awaited for the log's keys.
+    /// True if another engine is awaited for the log's keys.
     pub(super) awaited: bool,
-    /// They are promised to another engine.
+    /// True if the log's keys are promised to another engine.
     pub(super) promised: bool,
     /// The log of the tail asked for or saved last.
     pub(super) tail: Option<TailLog>,
     pub(super) blocks: Vec<u32>,
-    /// Leading blocks freed, or never allocated, by the engine: other requests may hold them by now. They are 0.
+    /// Number of leading blocks freed, or never allocated, by the engine: other requests may hold them by
+    /// now. They are 0 in the list.
     pub(super) freed: usize,
-    /// Leading blocks this run has seen filled, by steps the engine may still refuse.
+    /// Number of leading blocks that this run has seen filled, by steps that the engine may still refuse.
     pub(super) filled: usize,
-    /// The first block of its next step holds KV computed by the request itself before, as in a session.
+    /// True if the first block of its next step holds KV computed by the request itself before, as in a
+    /// session.
     pub(super) goes_on: bool,
-    /// Leading blocks offered to the cache, or loaded from it.
+    /// Number of leading blocks offered to the cache, or loaded from it.
     pub(super) saved: usize,
-    /// The blocks it began on, computed before, and the step of its begin. The cache has most likely kept them: they are offered, and so
-    /// marked as used, in the step after, not on the way to the first token. 0: they were offered.
+    /// Number of blocks on which it began, computed before, and the step of its begin. The cache has most
+    /// likely kept them. They are offered, and so marked as used, in the next step, not on the way to the
+    /// first token. 0: they were offered.
     pub(super) found: usize,
     pub(super) found_in: u64,
-    /// The block at which its prompt parts from prompts kept before, as far as known.
+    /// The block at which its prompt differs from kept prompts, as far as is known.
     pub(super) parted: u32,
-    /// Blocks of the last load. Each with its key, until the load ends.
+    /// The blocks of the last load, each with its key, until the load ends.
     pub(super) loaded: Vec<u32>,
     pub(super) loading: Vec<(u32, BlockHash)>,
 }
@@ -150,7 +157,7 @@ pub(super) struct RequestPart {
 pub(super) struct FollowedRequest {
     pub(super) arrival: Arrival,
     pub(super) now: Now,
-    /// One for each of its hashes.
+    /// One key for each of its hashes.
     pub(super) keys: Vec<BlockHash>,
     pub(super) media: Vec<Media>,
     pub(super) parts: Vec<RequestPart>,
@@ -158,7 +165,7 @@ pub(super) struct FollowedRequest {
     pub(super) undigested_since: Option<Instant>,
     pub(super) answer: LastAnswer,
     pub(super) allocation: Option<Allocation>,
-    /// Tokens in the engine's own cache at its last question, beside another connector.
+    /// Tokens in the engine's own cache at its last question, if another connector is in use.
     pub(super) had: Option<u32>,
     /// The boundary tried by the last question, if it was pending.
     pub(super) tried: Option<u32>,
@@ -166,17 +173,18 @@ pub(super) struct FollowedRequest {
     pub(super) junction: u32,
     /// Tokens of the last load, by where they were found.
     pub(super) sources: [u32; Source::ALL.len()],
-    /// A load has failed: the cache is not asked again. Whether the engine has asked since, and found no room perhaps.
+    /// Set after a failed load: the cache is not asked again. True if the engine has asked since, and perhaps
+    /// found no room.
     pub(super) refused: Option<bool>,
-    /// Leading tokens with right KV; none: all of them.
+    /// Number of leading tokens with right KV; `None`: all of them.
     pub(super) doubt: Option<u32>,
-    /// It begins in the current step, and was in doubt until then.
+    /// True if it begins in the current step, and was in doubt until then.
     pub(super) doubted_before: bool,
-    /// Preemptions until it began on its blocks.
+    /// Its number of preemptions when it began on its blocks.
     pub(super) began_after: u32,
-    /// The step to look at it next; other entries of it among the due are stale.
+    /// The step in which to look at it next; its other entries in the lists of due requests are stale.
     pub(super) due: u64,
-    /// It is not over.
+    /// True until the request is over.
     pub(super) live: bool,
 }
 
@@ -185,7 +193,7 @@ pub(super) struct FollowedRequest {
 pub(super) struct Requests {
     by_id: BTreeMap<RequestId, FollowedRequest>,
     last: RequestId,
-    /// Ended requests, each with the first step sure to have filled no block of it.
+    /// Ended requests, each with the first step that surely fills no block of it.
     ended: VecDeque<(u64, RequestId)>,
     live: usize,
     due: HashMap<u64, Vec<RequestId>>,
@@ -218,7 +226,7 @@ impl RequestPart {
         }
     }
 
-    /// Its key log, and that of its tail.
+    /// Its key log, and the log of its tail.
     pub(super) fn logs(&self) -> impl Iterator<Item = i64> + use<> {
         [self.log].into_iter().chain(self.tail.map(|tail| tail.log))
     }
@@ -317,22 +325,23 @@ impl FollowedRequest {
         }
     }
 
-    /// Whether the engine is to pass over a request refused the cache: each second time it asks, as without room.
+    /// Returns true if the engine must pass over a request that is refused the cache: at every second
+    /// question, as if there were no room.
     ///
-    /// vLLM 0.33 keeps such a request, its blocks given back, before requests holding theirs since their loads ended. It looks at none
-    /// behind one without room: all would wait for ever.
+    /// vLLM 0.33 keeps such a request, its blocks given back, before requests that hold their blocks since
+    /// their loads ended. vLLM looks at no request behind one without room: all would wait for ever.
     pub(super) fn steps_aside(&mut self) -> bool {
         let asked = self.refused.get_or_insert(false);
         *asked = !*asked;
         !*asked
     }
 
-    /// No load of it is tried again.
+    /// Refuses all further loads of the request.
     pub(super) fn refuse_loads(&mut self) {
         self.refused.get_or_insert(false);
     }
 
-    /// A load of a group's keys from `first` on into `blocks` begins.
+    /// Notes the begin of a load of a group's keys from `first` on into `blocks`.
     pub(super) fn begin_load(&mut self, group: usize, form: &GroupForm, first: u32, blocks: Vec<u32>) {
         let end = first as usize + blocks.len();
         let mut keys: Vec<BlockHash> = self.log_keys(form, first as usize..end).copied().collect();
@@ -355,12 +364,12 @@ impl FollowedRequest {
         }
     }
 
-    /// In doubt beyond so many tokens.
+    /// Puts the request in doubt beyond so many tokens.
     pub(super) fn doubt(&mut self, tokens: u32) {
         self.doubt = Some(self.doubt.unwrap_or(tokens).min(tokens));
     }
 
-    /// Whether the request has a block table.
+    /// True if the request has a block table.
     pub(super) fn has_blocks(&self) -> bool {
         self.parts.iter().any(|part| !part.blocks.is_empty())
     }
@@ -369,7 +378,7 @@ impl FollowedRequest {
 // === impl Requests ===
 
 impl Requests {
-    /// A request begins to be followed.
+    /// Begins to follow a request, and returns its number.
     pub(super) fn follow_request(&mut self, arrival: Arrival, groups: usize) -> RequestId {
         self.last += 1;
         self.live += 1;
@@ -382,17 +391,17 @@ impl Requests {
         self.live
     }
 
-    /// A live request.
+    /// Returns a live request.
     pub(super) fn get(&self, id: RequestId) -> Option<&FollowedRequest> {
         self.by_id.get(&id).filter(|request| request.live)
     }
 
-    /// The same, to be changed.
+    /// Returns a live request, to be changed.
     pub(super) fn get_mut(&mut self, id: RequestId) -> Option<&mut FollowedRequest> {
         self.by_id.get_mut(&id).filter(|request| request.live)
     }
 
-    /// A request known to some step, over or not.
+    /// Returns a request known to some step, over or not.
     pub(super) fn known_mut(&mut self, id: RequestId) -> Option<&mut FollowedRequest> {
         self.by_id.get_mut(&id)
     }
@@ -402,12 +411,13 @@ impl Requests {
         self.by_id.iter().filter(|(_, request)| request.live).map(|(id, request)| (*id, request))
     }
 
-    /// The same, to be changed.
+    /// All live requests, to be changed.
     pub(super) fn live_mut(&mut self) -> impl Iterator<Item = (RequestId, &mut FollowedRequest)> {
         self.by_id.iter_mut().filter(|(_, request)| request.live).map(|(id, request)| (*id, request))
     }
 
-    /// The request is over; its blocks are known until `step`, and all before it, were accepted or passed over.
+    /// Ends a request. Its blocks are known until `step`, and all steps before it, were accepted or passed
+    /// over.
     pub(super) fn end_request(&mut self, id: RequestId, step: u64) {
         if let Some(request) = self.get_mut(id) {
             request.live = false;
@@ -416,7 +426,7 @@ impl Requests {
         }
     }
 
-    /// No step before this one is open any more.
+    /// Forgets ended requests that no open step refers to: no step before `step` is open any more.
     pub(super) fn forget_ended(&mut self, step: u64) {
         while let Some((ended, id)) = self.ended.front().copied()
             && ended <= step
@@ -428,7 +438,7 @@ impl Requests {
 
     // --- when to look at them ---
 
-    /// The request is to be looked at in this step, and not before.
+    /// Has the request looked at in this step, and not before.
     pub(super) fn due_in(&mut self, id: RequestId, step: u64) {
         if let Some(request) = self.by_id.get_mut(&id)
             && request.due != step
@@ -438,7 +448,7 @@ impl Requests {
         }
     }
 
-    /// The requests to look at in this step, beginning ones last.
+    /// Takes the requests to look at in this step, beginning ones last.
     pub(super) fn take_due(&mut self, step: u64, begun: &[RequestId]) -> Vec<RequestId> {
         let mut due = self.due.remove(&step).unwrap_or_default();
         due.retain(|id| self.get(*id).is_some_and(|request| request.due == step));

@@ -1,4 +1,4 @@
-//! Saves: the computed KV offered to the cache, the time of each offer, and saves taken back, as after a change of the namespace.
+//! Saves: the computed KV offered to the cache, the time of each offer, and voided saves.
 //!
 //! The cost of a step does not depend on how long or how many the running requests are: a decoding request is looked at only when a step
 //! may fill its next block.
@@ -15,12 +15,12 @@ use super::{EnginePolicy, OfferedState};
 /// The most parts of a prompt saved in one step: each can be loaded while the next is copied. 4,096 saves may be unfinished.
 const PARTS_MAX: usize = 64;
 
-/// A request due in a step, and its tokens computed by the step.
+/// A request to look at in a step, and the number of its tokens computed by the step.
 #[derive(Copy, Clone, Debug)]
 pub struct Due {
     /// The request.
     pub request: RequestId,
-    /// Tokens computed by the step; none: it does not compute the request.
+    /// Tokens computed by the step; `None`: the step does not compute the request.
     pub scheduled: Option<u32>,
 }
 
@@ -68,7 +68,7 @@ impl<H: SessionHost> EnginePolicy<H> {
         posted
     }
 
-    /// Steps until the request may fill its next block.
+    /// Number of steps until the request may fill its next block.
     fn until_full(&self, id: RequestId, computed: u32) -> u64 {
         let request = self.requests.get(id).expect("it was looked up");
         let begins = request.parts.iter().any(|part| part.found_in > 0);
@@ -77,7 +77,7 @@ impl<H: SessionHost> EnginePolicy<H> {
         }
         let parts = request.parts.iter().zip(&self.set.forms);
         let missing = parts.filter(|(_, form)| form.kind != GroupKind::State).map(|(part, form)| {
-            // The block of a tail was saved, and will be full.
+            // The block of a tail was saved, and will be full later.
             let saved = (part.saved as u32).min(computed / form.block_tokens);
             ((saved + 1) * form.block_tokens).saturating_sub(computed)
         });
@@ -92,7 +92,8 @@ impl<H: SessionHost> EnginePolicy<H> {
         let part = &request.parts[group];
         let (is_right, full) = (request.doubt.is_none(), part.filled);
         let hands_over = request.arrival.hands_over;
-        // A request that another engine goes on with may have no step after: blocks that this engine alone has go over at once.
+        // A handed-over request may have no further step: blocks in this engine's own cache alone are saved
+        // at once.
         let again = part.found_in > 0 && part.found_in < step + u64::from(hands_over) && checked.is_none();
         let tail_at = request.tail_at().map(|place| place as usize);
         let tail = is_right && hands_over && tail_at == Some(full) && full < part.blocks.len();
@@ -151,7 +152,7 @@ impl<H: SessionHost> EnginePolicy<H> {
         }
         for state in offered.iter().filter(is_own) {
             let request = self.requests.get(id).expect("it was looked up");
-            // No hit ends anywhere else.
+            // No hit ends at any other place.
             let is_end = state.boundary > 0 && state.boundary.is_multiple_of(form.key_tokens);
             if !is_end || state.block == NULL_BLOCK || request.doubt.is_some() {
                 continue;
@@ -261,8 +262,8 @@ impl<H: SessionHost> EnginePolicy<H> {
         None
     }
 
-    /// Whether the engine's KV belongs to the namespace a save would go to. A new connection may be bound to another namespace; only the
-    /// first one keeps saves until it is bound to any.
+    /// True if the engine's KV belongs to the namespace of the group's present connection. A new connection
+    /// may be bound to another namespace. Only the first connection keeps saves until it is bound to any.
     fn is_home(&self, group: usize) -> bool {
         let group = &self.groups[group];
         let namespace = group.session.namespace();
@@ -271,18 +272,19 @@ impl<H: SessionHost> EnginePolicy<H> {
 
     // --- saves taken back ---
 
-    /// The engine has taken the output of a step. Saves of passed-over steps are void then.
+    /// Notes that the engine has taken the output of a step. Saves of passed-over steps are void then.
     pub(super) fn accept_saves(&mut self, step: u64, passed: &Passed) {
         if !passed.steps.is_empty() || passed.voids {
             self.fall_back(passed.voids);
         }
         for group in &mut self.groups {
-            // Also where nothing was posted since the last time: that word may have found no room.
+            // Also sent if nothing was posted since the last time: the last message may have found no room.
             group.session.accept_step(step);
         }
     }
 
-    /// Blocks lost by requests may be offered again; all of them with `voids`: every unfinished save is void.
+    /// Lets lost blocks of requests be offered again. With `voids`, lets all blocks be offered again: every
+    /// unfinished save is void.
     fn fall_back(&mut self, voids: bool) {
         if voids {
             self.void_saves();
@@ -304,12 +306,13 @@ impl<H: SessionHost> EnginePolicy<H> {
         self.groups.iter_mut().for_each(|group| group.session.void_saves());
     }
 
-    /// Whether the request's next KV may be kept.
+    /// True if the request's next KV may be kept.
     pub(super) fn may_keep(&self, id: RequestId) -> bool {
         !self.proof.stalled && self.requests.get(id).is_some_and(|request| request.doubt.is_none())
     }
 
-    /// No KV computed or loaded until now is kept. A sleep discards the KV memory next: no save may read it.
+    /// Disowns all KV computed or loaded until now: none of it is kept. A sleep discards the KV memory next:
+    /// no save may read it.
     pub fn disown(&mut self) {
         self.void_saves();
         self.check.forget_verdicts();
@@ -320,8 +323,8 @@ impl<H: SessionHost> EnginePolicy<H> {
         }
     }
 
-    /// The weights may have changed: every rank states its weights again, and until then saves wait. The weights decide the namespace: the
-    /// one before, if nothing changed.
+    /// Notes that the weights may have changed: every rank states its weights again, and until then saves
+    /// wait. The weights decide the namespace: it is the old one if nothing changed.
     pub fn weights_may_have_changed(&mut self) {
         self.weights += 1;
         self.disown();
@@ -331,7 +334,7 @@ impl<H: SessionHost> EnginePolicy<H> {
         }
     }
 
-    /// Learns whether a check has found other KV since the last call. Earlier blocks do not count then.
+    /// Returns true if a check has found other KV since the last call. Earlier blocks do not count then.
     pub(super) fn follow_check(&mut self) -> bool {
         let counts = self.groups[0].session.checked();
         let contradicts = self.check.goes_on() && self.check.learn(counts, self.next.step);
@@ -341,7 +344,8 @@ impl<H: SessionHost> EnginePolicy<H> {
         contradicts
     }
 
-    /// Learns of a new namespace: ranks compute with something else than before, although nothing was seen to change it.
+    /// Looks for a new namespace of each group. With a new one the ranks compute other KV than before,
+    /// although no change was noticed.
     pub(super) fn follow_namespaces(&mut self) {
         for group in 0..self.groups.len() {
             let (namespace, before) = (self.groups[group].session.namespace(), self.groups[group].namespace);

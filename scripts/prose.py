@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from names import Name, own_names
@@ -15,6 +15,8 @@ SENTENCE_WORDS_MIN = 3
 CELL_WORDS_MAX = 25
 # One of so many sentences may begin without its subject; one of so many words of comment may be a relative, and two in a file.
 SENTENCES_PER_OPENING, WORDS_PER_RELATIVE, RELATIVES_FREE = 100, 50, 2
+# Definitions of a one-word function name, and of a type name: the C library has its own types by the names of Rust types.
+FUNCTIONS_MAX, TYPES_MAX = 8, 2
 
 VERB = r"(?:do|does|did|is|are|was|were|has|have|had|can|could|may|might|must|will|would)"
 OPENING = re.compile(
@@ -135,3 +137,23 @@ def read_prose(name: str, source: str) -> Prose:
             words += length if text.kind == "comment" else 0
             found += [Breach(f"{name}:{line}", *fault, sentence) for fault in sentence_faults(text.kind, sentence)]
     return Prose(found, sentences, words, own)
+
+
+def name_breaches(files: Mapping[str, Prose]) -> Iterator[Breach]:
+    """The functions with a one-word name and the types, if their names are defined too often."""
+    found = defaultdict[str, list[Breach]](list)
+    for file, prose in files.items():
+        for name in prose.names:
+            rule = "type" if name.item in {"type", "class"} else "function"
+            if rule == "type" or name.one_word:
+                advice = "put its subject into its name" if rule == "type" else "say in its name what it acts on"
+                found[f"{name.item} {name.name}"].append(Breach(f"{file}:{name.line}", rule, advice, name.name))
+    for breaches in found.values():
+        if len(breaches) > (TYPES_MAX if breaches[0].rule == "type" else FUNCTIONS_MAX):
+            yield from breaches
+
+
+def prose_breaches(files: Mapping[str, Prose]) -> Iterator[str]:
+    """All breaches over the goals."""
+    yield from (str(breach) for prose in files.values() for breach in prose.over())
+    yield from map(str, name_breaches(files))

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from prose import Prose, is_test
-from ratchet import FUNCTIONS_MAX
+from prose import FUNCTIONS_MAX, Prose, is_test
 
 KINDS = ("product", "tests", "tools", "docs")
 # Each rule's goal, and the rate's unit and number of units.

@@ -190,3 +190,20 @@ def test_a_free_public_function_has_two_words(
 ) -> None:
     assert found(prose, name, source) == [(f"{name}:{line}", "name") for line in free]
     assert [known.name for known in prose.read_prose(name, source).names] == own
+
+
+def test_a_name_is_defined_no_more_often_than_its_bound(prose: ModuleType) -> None:
+    """Eight functions may have one word as their name, two types one name; Python and Rust count apart."""
+
+    def breaches(*sources: tuple[str, str]) -> list[str]:
+        return list(prose.prose_breaches({name: prose.read_prose(name, source) for name, source in sources}))
+
+    eight = ("a/src/a.rs", "fn read() {}\nfn read_all() {}\n" * 8)
+    assert breaches(eight, ("a/src/b.rs", "fn read_all() {}\n")) == []
+    found = breaches(eight, ("a/src/b.rs", "fn read() {}\n"))
+    assert len(found) == 9
+    assert found[-1] == "a/src/b.rs:1: function: say in its name what it acts on: read"
+    one = "pub struct State;\n"
+    two = [("a/src/a.rs", one), ("a/src/b.rs", one), ("python/c.py", "class State: ...\n")]
+    assert breaches(*two) == []
+    assert breaches(*two, ("a/src/c.rs", one))[-1] == "a/src/c.rs:1: type: put its subject into its name: State"

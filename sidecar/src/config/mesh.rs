@@ -104,7 +104,7 @@ options! {
     /// Move blocks by RDMA over these NICs, such as mlx5_0,mlx5_1; peers without NICs are reached over TCP
     ///
     /// All nodes with NICs need the same number of them; others are refused. NICs of two nodes are paired by NUMA
-    /// node, then by order. RDMA traffic is neither encrypted nor authenticated, even with TLS. Needs libibverbs, and
+    /// node, then by order. RDMA traffic has no encryption and no authentication, even with TLS. Needs libibverbs, and
     /// the right to lock the pool in memory; blocks to and from a node without that right travel over TCP, and its
     /// log names the remedy. The configuration file takes a list.
     #[arg(long = "nics", value_name = "NAME,...", value_delimiter = ',')]

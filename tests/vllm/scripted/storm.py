@@ -34,27 +34,27 @@ PRIORITIES = 4
 
 @dataclasses.dataclass
 class Asked:
-    """A request, and what its answer must be if nothing made it void."""
+    """A request, with its right answer unless it is void."""
 
     name: str
     prompt: list[int]
     output_tokens: int
     weights: int
-    # Of new weights while it ran, or found in vLLM's cache what it could not reset: its answer is vLLM's affair.
+    # The weights changed during the request, or vLLM's cache could not be reset: vLLM alone decides its answer.
     void: bool
     aborted: bool = False
 
     def turn(self) -> list[int]:
-        """The prompt and its answer: what the next turn begins with."""
+        """The prompt and its answer, the beginning of the next turn."""
         return self.prompt + right_answer(self.prompt, self.output_tokens, self.weights)
 
 
 class Storm:
-    """One seed's play on an engine that is at rest."""
+    """One seed's play on an idle engine."""
 
     def __init__(self, engine: ScriptedEngine, seed: int, chances: dict[str, float], pid: int) -> None:
         self._engine, self._pid, self._chances = engine, pid, chances
-        # Whether vLLM's own cache may list blocks that no step filled: after a step that failed, or a preemption by priority.
+        # Whether vLLM's own cache may list blocks filled by no step: after a failed step, or a preemption by priority.
         self._vllm_errs = "fail" in chances
         self._random = random.Random(seed)
         self._families = [self._tokens(*FAMILY_TOKENS) for _ in range(FAMILIES)]
@@ -110,7 +110,7 @@ class Storm:
             self._stale &= not self._engine.reset(reset_running_requests=preempt)
 
     def _replace_weights(self) -> None:
-        """What a user does who must not drop requests: other weights and a reset, whether vLLM's own succeeds or not."""
+        """Other weights and a reset without dropped requests, as a user does it; vLLM's own reset may fail."""
         self._engine.new_weights(self._random.randrange(WEIGHTS))
         for asked in self._live():
             asked.void = True
@@ -134,7 +134,7 @@ class Storm:
         self._engine.fail_step(self._random.choice(FAULTS))
 
     def _check_answers(self) -> None:
-        """What vLLM itself lists though no step filled it is vLLM's affair; what was loaded is always right."""
+        """Loaded bytes are right. Blocks filled by no step and listed by vLLM do not count."""
         wrong = self._engine.worker.wrong_loaded
         assert wrong == 0, f"wrong KV: {wrong} positions that were loaded do not hold their tokens' KV"
         for asked in self._asked:
@@ -151,7 +151,7 @@ class Storm:
             assert ended or len(answer) == len(right), f"lost request: {asked.name} answered {answer}, not {right}"
 
     def _check_kept(self) -> None:
-        """Everything that is kept now is right: asked again, with vLLM's own cache empty."""
+        """All kept blocks are right: the prompts are asked again with vLLM's own cache empty."""
         assert self._engine.reset(), "vLLM's cache is not free although nothing runs"
         self._engine.settle()
         prompts = [turn for asked in self._asked for turn in (asked.prompt, asked.turn())]
@@ -172,7 +172,7 @@ def play(
     engine: ScriptedEngine, seeds: list[int], spare: list[int], steps: int, least: int, chances: dict[str, float], pid: int
 ) -> dict[str, Any]:
     """Plays every seed, so many steps of each, and spare ones until there are preemptions and hits, and the least of all
-    steps; the first that fails is named."""
+    steps. The first failed seed is named."""
     for number, seed in enumerate([*seeds, *spare]):
         if number >= len(seeds) and engine.hits >= HITS_LEAST and engine.preemptions and engine.steps >= least:
             break

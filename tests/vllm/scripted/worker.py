@@ -1,8 +1,8 @@
-"""A scripted model runner: vLLM's worker hooks in vLLM's own order, over KV whose right bytes are known.
+"""A scripted model runner: vLLM's worker hooks in vLLM's own order, over KV with known right bytes.
 
-The "model" writes into each KV position bytes that only depend on the tokens up to it, reads them all back
-before it answers, and derives its next token from what it read. So wrong bytes are seen at once and also
-change the tokens, as in a real model; and what a layer writes after a layer before it read wrong bytes is wrong too.
+The "model" writes into each KV position bytes of the tokens up to it alone, reads them all back
+before it answers, and derives its next token from the bytes it read. Wrong bytes are seen at once and also
+change the tokens, as in a real model. A layer writes wrong bytes after an earlier layer read wrong ones.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ RING, STATE = "CircularBufferSpec", "MambaSpec"
 
 
 class StepFailed(Exception):
-    """A step that raised, was skipped, or whose output vLLM refused."""
+    """A failed step: it raised, was skipped, or vLLM refused its output."""
 
 
 class Prefix:
-    """Tokens, and for each position 64 bits that depend on the weights and on every token up to it."""
+    """Tokens, and for each position 64 bits of the weights and of every token up to it."""
 
     def __init__(self, tokens: list[int], weights: int) -> None:
         self.tokens: list[int] = []
         self.digests: list[int] = []
         self._weights = weights
-        # Of the positions so far, and room for more: a step adds one.
+        # Contents of the positions so far, and room for more: a step adds one.
         self._content, self._contents = np.empty((0, 0), np.int16), 0
         self._state = hashlib.blake2b(digest_size=8, salt=weights.to_bytes(16, "little"))
         self.extend(tokens)
@@ -99,7 +99,7 @@ def content(digests: list[int], channels: np.ndarray) -> np.ndarray:
 
 
 def right_answer(prompt: list[int], output_tokens: int, weights: int = 0) -> list[int]:
-    """The tokens that an engine with correct KV answers."""
+    """The answer of an engine with correct KV."""
     prefix = Prefix(prompt, weights)
     for _ in range(output_tokens):
         prefix.extend([next_token(prefix.digests)])
@@ -117,7 +117,7 @@ def draft(prefix: Prefix, count: int) -> list[int]:
 
 
 def next_token(digests: list[int]) -> int:
-    """The sampled token, given what attention read at each position."""
+    """The sampled token, from the digests read by attention at each position."""
     read = np.array(digests, dtype=np.uint64).tobytes()
     return int.from_bytes(hashlib.blake2b(read, digest_size=4).digest(), "little") % VOCAB
 
@@ -145,7 +145,7 @@ def allocate(kv_cache_config: Any) -> dict[str, torch.Tensor]:
 
 
 class Model(torch.nn.Module):
-    """What the connector finds of the model: its weights, one number, and the layers that have KV."""
+    """The model as the connector finds it: its weights, one number, and the layers with KV."""
 
     def __init__(self, layers: list[str], context: dict[str, Any]) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
         self._config = vllm_config
         groups = kv_cache_config.kv_cache_groups
-        # Tokens of a block and those that attention reads, by group, and the group of each layer.
+        # Tokens of a block and tokens read by attention, by group, and the group of each layer.
         self.block_tokens = [group.kv_cache_spec.block_size for group in groups]
         everything = vllm_config.model_config.max_model_len
         self._windows = [getattr(group.kv_cache_spec, "sliding_window", None) or everything for group in groups]
@@ -179,29 +179,29 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
         # How many of the current step's tokens are drafts.
         self._drafted: dict[str, int] = {}
         self._prompt_tokens: dict[str, int] = {}
-        # Of each group.
+        # Block ids of each request, by group.
         self._blocks: dict[str, list[list[int]]] = {}
         self._model = Model(list(self._groups), vllm_config.compilation_config.static_forward_context)
         self.weights = 0
-        # Positions that were read and were not right, by request; and those of them in blocks that were loaded.
+        # Positions read with wrong bytes, by request, and the number of these in loaded blocks.
         self.wrong: collections.Counter[str] = collections.Counter()
         self.wrong_loaded = 0
-        # Blocks that hold what was loaded, each with the mark of its load: see `_mark_load`.
+        # Blocks with loaded bytes, each with the mark of its load: see `_mark_load`.
         self._loaded: dict[int, tuple[int, int, int, int]] = {}
-        # The group that had each block last, blocks that went from one group to another, and null blocks in block tables.
+        # The last group of each block, moves of blocks between groups, and null blocks in block tables.
         self._owners: dict[int, int] = {}
         self.crossings = self.null_blocks = 0
         self.connector = KVConnectorFactory.create_connector(vllm_config, KVConnectorRole.WORKER, kv_cache_config)
         kv_transfer_state._KV_CONNECTOR_AGENT = self.connector
         self.connector.register_kv_caches(self.kv)
-        # The memory that the connector has put in the tensors' place, [blocks, heads, tokens, content].
+        # The connector's memory in place of the tensors, [blocks, heads, tokens, content].
         self._pages = {name: pages.view(torch.int16).numpy() for name, pages in self.kv.items()}
         counts = [pages.shape[1] * pages.shape[3] for pages in self._pages.values()]
         self._channels, ends = channels(counts), np.cumsum(counts)
         self._of_layers = {name: slice(end - count, end) for name, count, end in zip(self._pages, counts, ends, strict=True)}
 
     def new_weights(self, weights: int | None = None) -> None:
-        """From now on the model computes other KV, or that of `weights`; what is kept of others is wrong for who reads it."""
+        """From now on the model computes other KV, or that of `weights`. KV of other weights is wrong for a reader."""
         self.weights = self.weights + 1 if weights is None else weights
         self._model.weight.fill_(self.weights)
         self._prefixes = {name: Prefix(prefix.tokens, self.weights) for name, prefix in self._prefixes.items()}
@@ -228,12 +228,12 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
             self.connector.restore_kv_caches()
 
     def discard(self) -> None:
-        """The KV memory holds nothing that was written."""
+        """The KV memory holds no written bytes."""
         for pages in self.kv.values():
             pages.view(torch.int16).fill_(DISCARDED)
 
     def blocks(self) -> set[bytes]:
-        """What every block holds, as it lies in a slot of the pool."""
+        """The bytes of every block, as in a slot of the pool."""
         pages = [pages.view(torch.int16) for pages in self.kv.values()]
         return {b"".join(page[block].numpy().tobytes() for page in pages) for block in range(len(pages[0]))}
 
@@ -257,7 +257,7 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
         if fault == "skip":
             raise StepFailed
         if fault == "raise_v2":
-            # Model runner V2 calls no hook of a connector behind a forward that raises.
+            # Model runner V2 calls no hook of a connector after a forward raised.
             self.connector.bind_connector_metadata(step.kv_connector_metadata)
             with set_forward_context(dict.fromkeys(self.kv), self._config):
                 self._forward(step, starts, fault)
@@ -276,7 +276,7 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
         )
 
     def _update_requests(self, step: Any) -> dict[str, int]:
-        """Follow the scheduler's view of the requests; returns the first position that each computes."""
+        """Follow the scheduler's view of the requests; returns the first position computed by each."""
         for name in [*step.finished_req_ids, *(new.req_id for new in step.scheduled_new_reqs)]:
             self._rings.pop(name, None)
             self._states.pop(name, None)
@@ -285,7 +285,7 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
             self._blocks.pop(name, None)
         starts = {}
         for new in step.scheduled_new_reqs:
-            # Of one that was preempted, all that the scheduler knows: what it dropped with a reset is sampled again.
+            # A preempted request has all its tokens known to the scheduler; tokens dropped with a reset are sampled again.
             self._prefixes[new.req_id] = Prefix(new.prefill_token_ids or new.prompt_token_ids, self.weights)
             self._prompt_tokens[new.req_id] = len(new.prompt_token_ids)
             self._blocks[new.req_id] = [list(ids) for ids in new.block_ids]
@@ -293,7 +293,7 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
             starts[new.req_id] = new.num_computed_tokens
         cached = step.scheduled_cached_reqs
         for index, name in enumerate(cached.req_ids):
-            # As in vLLM: tokens that the scheduler threw away after a synchronous load failed.
+            # As in vLLM: tokens thrown away by the scheduler after a failed synchronous load.
             kept = self._prompt_tokens[name] + cached.num_output_tokens[index]
             self._prefixes[name] = self._prefixes[name].head(kept)
             blocks = cached.new_block_ids[index]
@@ -310,7 +310,7 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
         return starts
 
     def _count(self, ids: Iterable[list[int]]) -> None:
-        """Blocks that a step gives to a request, by group."""
+        """A step's blocks for a request, by group."""
         for group, blocks in enumerate(ids):
             owned = [block for block in blocks if block]
             self.null_blocks += len(blocks) - len(owned)
@@ -361,7 +361,7 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
                 _, blocks, rows = places[name, group]
                 new = end - starts[name]
                 right = contents[name][-new:, its].reshape(new, pages.shape[1], -1)
-                # What is computed upon wrong KV is wrong.
+                # KV computed upon wrong KV is wrong.
                 pages[blocks[-new:], :, rows[-new:]] = ~right if bad[name] or fault else right
                 for position, block in zip(range(starts[name], end), blocks[-new:].tolist(), strict=True):
                     if block in self._loaded and position < self._loaded[block][2]:
@@ -439,8 +439,8 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
                 self._write_state(block, pages, right[name][first - 1 + drafts], wrong=bool(bad[name] or fault))
 
     def _move_states(self, ends: dict[str, int], sampled: dict[str, list[int]]) -> None:
-        """As vLLM's runners do it behind the connector's hooks: the state at the end of a block goes there, once it is known
-        which drafts are accepted."""
+        """As vLLM's runners do it behind the connector's hooks: the state at the end of a block goes there once the accepted
+        drafts are known."""
         groups = [group for group, kind in enumerate(self._kinds) if kind == STATE]
         for name, end in ends.items():
             first, accepted = end - self._drafted.get(name, 0), max(0, len(sampled[name]) - 1)
@@ -470,7 +470,7 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
         self._loaded.pop(block, None)
 
     def _places(self, name: str, group: int, start: int, end: int) -> Places:
-        """The first position that the layers of a group read, and the blocks and rows in them of all from there to `end`."""
+        """The first position read by the layers of a group, and the blocks and rows of all positions from there to `end`."""
         first, tokens = max(0, start - self._windows[group] + 1), self.block_tokens[group]
         positions = np.arange(first, end)
         blocks = np.array(self._blocks[name][group])[positions // tokens]

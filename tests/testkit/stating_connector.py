@@ -69,7 +69,7 @@ def _pretending(config: Any) -> Iterator[None]:
 _instead: dict[tuple[Any, str], Any] = {
     (_shim, "WorkerSession"): written,
     (memory.GroupMemory, "register"): registering,
-    (vllm_compat, "unsupported"): judging,
+    (vllm_compat, "find_unsupported"): judging,
 }
 for (_owner, _name), _function in _instead.items():
     setattr(_owner, _name, _function)

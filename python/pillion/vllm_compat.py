@@ -364,10 +364,8 @@ def zeroes_blocks(kv_cache_config: KVCacheConfig) -> bool:
 
 
 def fitting_layout(vllm_config: VllmConfig) -> str | None:
-    """The layout with each block in one run, if the attention backend is known to accept it or still unknown.
-
-    vLLM drops a layout unknown to its backend, with a warning; the strides are read back anyway.
-    """
+    """The layout with each block in one run, if the attention backend is known to accept it or still unknown. vLLM warns of
+    a layout unknown to its backend and drops it."""
     model, tokens = vllm_config.model_config, vllm_config.cache_config.block_size
     if not on_gpu() or getattr(model, "use_mla", False) or getattr(model, "is_hybrid", False):
         return None
@@ -474,10 +472,8 @@ def free_blocks(pool: BlockPool, blocks: list[int]) -> None:
 
 
 def digest_groups(kv_cache_config: KVCacheConfig) -> bytes:
-    """A digest of the cache groups, 16 bytes, the same in both roles of an engine.
-
-    In a group of layers with several specs, vLLM shows the scheduler the first spec alone.
-    """
+    """A digest of the cache groups, 16 bytes, the same in both roles of an engine. In a group of layers with several specs,
+    vLLM shows the scheduler the first spec alone."""
     table = []
     for group in kv_cache_config.kv_cache_groups:
         specs = getattr(group.kv_cache_spec, "kv_cache_specs", None) or {"": group.kv_cache_spec}
@@ -730,8 +726,7 @@ LORA_FORM = (
 
 
 def lora_form(vllm_config: VllmConfig) -> str:
-    """The effect of this engine's settings on adapters, beyond their own files; a setting missing in a version counts as
-    off."""
+    """The effect of this engine's settings on adapters, beyond their own files. A setting unknown to vLLM counts as off."""
     config = getattr(vllm_config, "lora_config", None)
     stated = {name: getattr(config, name, None) for name in LORA_FORM}
     stated["target_modules"] = sorted(stated["target_modules"] or ())

@@ -12,7 +12,7 @@
 //! # let socket = folder.path().join("pillion.sock");
 //! # let dram = Some("16MiB".parse()?);
 //! # let http = Some("127.0.0.1:0".parse()?);
-//! # let options = sidecar::config::Options { socket: Some(socket.clone()), dram, http, ..Default::default() };
+//! # let options = sidecar::config::ServeOptions { socket: Some(socket.clone()), dram, http, ..Default::default() };
 //! # let server = sidecar::runtime::server::Server::start(&options.complete()?, sidecar::logging::LogLevel::default())?;
 //! use pillion::{Engine, JoinOptions, Facts, LayerKv, Namespace};
 //!

@@ -424,7 +424,7 @@ impl BlockingEngine {
         let opened = self.policy.begin_step(changes, clock::read_clock());
         let due = due(opened);
         let computes = due.iter().filter(|due| due.scheduled.is_some()).count();
-        let PlannedStep { step, parts, .. } = self.policy.end_step(&due, computes);
+        let PlannedStep { step, parts, .. } = self.policy.end_step(&due, computes, &[]);
         let part = parts.into_iter().next().expect("there is one group");
         let mut failed: Vec<u32> = part.lost.into_iter().flat_map(|lost| lost.blocks).collect();
         for rank in &mut self.ranks {

@@ -212,6 +212,10 @@ impl Endpoint for Connection {
         self.welcome.states
     }
 
+    fn knows_devices(&self) -> bool {
+        self.welcome.devices
+    }
+
     fn knows_acceptance(&self) -> bool {
         self.welcome.version >= ACCEPT_SINCE
     }

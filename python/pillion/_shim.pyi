@@ -174,15 +174,15 @@ class Policy:
         encoded: list[str],
         offered: list[tuple[int, int, int, int]] = ...,
         copied: list[tuple[int, int]] = ...,
-    ) -> tuple[list[int], list[int], bool]:
+    ) -> tuple[list[int], list[int], bool, int]:
         """A step has been scheduled. `begun`: requests with a new block table: number (-1: not followed), blocks by group,
         groups without a session last, their tokens. `grown`: further blocks. `filled`: other blocks the step writes.
         `offered`: states made by the step: request, group, block, and tokens of the state. `copied`: blocks copied before it
-        computes, from and to. Returns the requests due in `end_step`, released blocks, and True if blocks of before may be
-        wrong."""
-    def end_step(self, due: list[tuple[int, int | None, Numbers]], computes: int) -> PolicyStep:
+        computes, from and to. Returns the requests due in `end_step`, released blocks, True if blocks of before may be wrong,
+        and the number of blocks to name in `end_step`."""
+    def end_step(self, due: list[tuple[int, int | None, Numbers]], computes: int, named: list[int]) -> PolicyStep:
         """Posts the step's saves. `due`: each such request and its tokens computed by the step. `computes`: the number of all
-        requests computed by the step."""
+        requests computed by the step. `named`: the blocks that vLLM reuses next."""
     def passes_over(self, step: int) -> bool:
         """True if `accept_step` of this step needs the requests of the open steps."""
     def accept_step(self, step: int, scheduled: dict[int, list[int]] = ...) -> None:

@@ -21,6 +21,7 @@ class Config:
     layout: str
     copy: str
     checkpoint_tokens: int
+    keep_copies: str
     model_id: str | None
     salt: str | None
     namespace: str | None

@@ -206,7 +206,7 @@ class Scheduler:
         begun, grown = self._tables(output)
         copied, filled = list(getattr(output, "kv_cache_block_copies", None) or ()), output.new_block_ids_to_zero or []
         offered = self._offered(output) if self._states else []
-        due, released, contradicted = self._policy.begin_step(begun, grown, filled, self._encoded(output), offered, copied)
+        due, released, contradicted, count = self._policy.begin_step(begun, grown, filled, self._encoded(output), offered, copied)
         self._give_back(released)
         if contradicted:
             self._forget_cached()
@@ -214,7 +214,8 @@ class Scheduler:
         for number in due:
             request = self._requests[number]
             numbers.append((number, scheduled.get(request.request_id), self._now(request)))
-        told = self._policy.end_step(numbers, len(scheduled))
+        named = vllm_compat.next_reused(self._pool, count) if count and self._pool is not None else []
+        told = self._policy.end_step(numbers, len(scheduled), named)
         self._running, self._left = scheduled, 0
         self._say()
         return self._metadata(*told)

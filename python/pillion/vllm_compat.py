@@ -461,6 +461,15 @@ def hold_block(pool: BlockPool, block: int) -> bool:
     return True
 
 
+def next_reused(pool: BlockPool, count: int) -> list[int]:
+    """The `count` blocks that vLLM reuses next, in that order."""
+    found, block = [], pool.free_block_queue.fake_free_list_head.next_free_block
+    while block is not None and block.block_id >= 0 and len(found) < count:
+        found.append(block.block_id)
+        block = block.next_free_block
+    return found
+
+
 def forget_cached(pool: BlockPool) -> None:
     """Empties vLLM's own prefix cache. Blocks in use stay with their requests, and no other request finds them."""
     pool.evict_blocks({block.block_id for block in pool.blocks if block.block_hash is not None})

@@ -250,6 +250,10 @@ pub struct Welcome {
     /// the session over it.
     #[serde(default, skip_serializing_if = "is_false")]
     pub states: bool,
+    /// True if the sidecar knows ENDED and LEFT, by which it learns the blocks that the engine's device has.
+    /// Other sidecars end the session over them.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub devices: bool,
 }
 
 /// An invalid record, or one of a release without a common version.

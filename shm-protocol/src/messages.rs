@@ -176,6 +176,25 @@ macro_rules! messages {
                     step: u64 = STEP,
                 }
             }
+            /// Ends the request of a log, and its lease. The engine's device still has the blocks, so their copies are the first
+            /// to go. Until its CLOSE the log takes saves of blocks about to be reused. Since
+            /// [`crate::handshake::Welcome::devices`].
+            17 Ended "ENDED" {
+                scheduler {
+                    /// The log.
+                    log: u32 = LOG,
+                    /// As in CLOSE.
+                    way: u32 = WAY,
+                }
+            }
+            /// The engine's device has reused the blocks of these keys of an ended request, without a SAVE before. Since
+            /// [`crate::handshake::Welcome::devices`].
+            18 Left "LEFT" {
+                scheduler {
+                    /// The keys.
+                    keys: LogKeys = ASKED,
+                }
+            }
         }
     };
 }

@@ -21,7 +21,7 @@ BLOCK_TOKENS = 16
 OWN = _shim.Policy
 ANSWERS: dict[str, Any] = {
     "allocated": None,
-    "begin_step": ([], [], False),
+    "begin_step": ([], [], False, 0),
     "end_request": (None, []),
     "look_for_verdict": False,
     "matched": (0, False),
@@ -60,7 +60,7 @@ class Policy:
         self.calls.append(("follow_request", arguments))
         return next(self._numbers)
 
-    def end_step(self, due: list[Any], computes: int) -> tuple[Any, ...]:
+    def end_step(self, due: list[Any], computes: int, named: list[int]) -> tuple[Any, ...]:
         """The next step, without work for the ranks."""
         self.calls.append(("end_step", (due, computes)))
         return next(self._steps), [([], [], False)], False, True, [], [], 0

@@ -33,11 +33,11 @@ class Policy(played.Policy):
         """Records the blocks that the engine holds."""
         self.kept += blocks
 
-    def begin_step(self, *_: Any) -> tuple[list[int], list[int], bool]:
+    def begin_step(self, *_: Any) -> tuple[list[int], list[int], bool, int]:
         """Releases blocks saved by now."""
         released = [block for block in self.kept if block not in self.read]
         self.kept = [block for block in self.kept if block in self.read]
-        return [], released, False
+        return [], released, False, 0
 
     def release_held(self) -> list[int]:
         """Releases all held blocks."""

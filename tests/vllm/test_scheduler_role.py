@@ -138,7 +138,7 @@ def test_after_a_difference_no_block_of_before_is_found_or_kept(engine: Played, 
     played.step(role)
     assert block.block_hash is not None
     if step:
-        policy.answers["begin_step"] = ([], [], True)
+        policy.answers["begin_step"] = ([], [], True, 0)
         played.step(role)
     else:
         policy.answers["look_for_verdict"] = True

@@ -40,6 +40,8 @@ pub(crate) enum ListPlace {
     Free,
     /// The policy's list of its sort.
     Kept,
+    /// The policy's list of blocks that their holder's device has, too.
+    OnDevice,
 }
 
 #[repr(C, align(64))]
@@ -60,8 +62,11 @@ pub(crate) struct SlotEntry {
 
 const _: () = assert!(size_of::<SlotEntry>() == 64);
 
-/// The policy's lists of one holder, by sort.
-pub(crate) type Sorts = [List; SORTS];
+/// The place of the list of blocks on their holder's device, behind the sorts.
+pub(crate) const ON_DEVICE: usize = SORTS;
+
+/// The policy's lists of one holder: one for each sort, and that of blocks on its device.
+pub(crate) type Sorts = [List; SORTS + 1];
 
 /// The policy's lists, by holder.
 #[derive(Debug, Default)]
@@ -145,6 +150,15 @@ impl SlotEntry {
 
     pub(crate) fn set_children(&mut self, children: u8) {
         self.phase.set_children(children);
+    }
+
+    /// Returns the policy's list of the entry among those of its holder; `None` if it is in none of them.
+    pub(crate) fn policy_list(&self) -> Option<usize> {
+        match self.list_place() {
+            ListPlace::Kept => Some(self.standing.sort().index()),
+            ListPlace::OnDevice => Some(ON_DEVICE),
+            ListPlace::Free | ListPlace::Detached => None,
+        }
     }
 
     pub(crate) fn is_committed(&self) -> bool {
@@ -244,15 +258,15 @@ impl LinkTable for Entries {
 impl PolicyLists {
     /// Returns the list of an entry's place, holder and sort.
     pub(crate) fn entry_list(&mut self, entry: &SlotEntry) -> Option<&mut List> {
-        let kept = entry.list_place() == ListPlace::Kept;
-        kept.then(|| self.of_sort(entry.claims.holder(), entry.standing.sort().index()))
+        entry.policy_list().map(|list| self.holder_list(entry.claims.holder(), list))
     }
 
-    pub(crate) fn of_sort(&mut self, holder: HolderId, sort: usize) -> &mut List {
+    /// Returns a list of a holder: that of a sort, or [`ON_DEVICE`].
+    pub(crate) fn holder_list(&mut self, holder: HolderId, list: usize) -> &mut List {
         if self.0.len() <= holder.index() {
             self.0.resize_with(holder.index() + 1, Sorts::default);
         }
-        &mut self.0[holder.index()][sort]
+        &mut self.0[holder.index()][list]
     }
 
     /// Returns the holders of all blocks, present and past.

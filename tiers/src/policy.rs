@@ -11,7 +11,9 @@
 //! ledger decides which holders may lose a block. If a holder has only parents of other holders' blocks, one
 //! of them goes, to keep the holder to its share. A leased or held block at a tail leaves the lists until its
 //! last lease or hold ends: it is never evicted, and is met at most once per lease or hold.
-//! last lease or hold ends: it is never evicted, and is met at most once per lease or hold.
+//!
+//! A block that its holder's own device has, too, keeps its standing and lies in a list of its own: such blocks go
+//! before all others, the oldest first. Before the device reuses the block, it returns to the list of its sort.
 
 mod ends;
 mod ghost;
@@ -23,7 +25,7 @@ use self::ends::TurnEnds;
 use self::ghost::Ghost;
 use self::kinds::Kinds;
 use self::odds::Odds;
-use crate::entries::{ListPlace, SlotEntry};
+use crate::entries::{ListPlace, ON_DEVICE, SlotEntry};
 use crate::index::KeyPrint;
 use crate::ledger::{HolderId, HolderSet};
 use crate::list::Spot;
@@ -32,7 +34,7 @@ use crate::standing::{SORTS, Sort, Standing};
 
 /// Ticks in the time of as many uses as there are slots: the unit of ages.
 const TICKS_PER_ROOM: u64 = 64;
-/// Number of the sorts whose blocks may go.
+/// Number of the sorts with blocks that may go.
 const SORTS_THAT_GO: usize = SORTS - 1;
 
 /// Time, counted in uses of blocks.
@@ -75,6 +77,8 @@ pub(crate) enum Parent {
     Lost,
     /// The parent is not known, and DRAM evicted the block with this standing before.
     Below(Standing),
+    /// The block leaves its holder's device, with this standing. The parent is known if it is kept.
+    Left(Option<u32>, Standing),
 }
 
 /// The end of a request's answer.
@@ -84,6 +88,18 @@ pub struct Ending {
     pub way: u32,
     /// The conversation ends here: blocks without a use by another conversation go next.
     pub last: bool,
+    /// The holder's device has the blocks, too: those of this holder go before others until
+    /// [`Dram::leave_device`](crate::dram::Dram::leave_device).
+    pub on_device: bool,
+}
+
+/// The rank of an ended request's blocks, for copies made later.
+#[derive(Copy, Clone, Debug)]
+pub struct EndedChain {
+    alone: Standing,
+    shared: Standing,
+    /// Number of its first blocks used by other conversations.
+    shared_blocks: u32,
 }
 
 /// An ended request, for [`Policy::used`].
@@ -93,6 +109,23 @@ pub(crate) struct EndedTurn {
     /// Number of its first keys used by other conversations.
     pub(crate) shared: usize,
     last: bool,
+    /// The holder whose device has the blocks, too.
+    pub(crate) device: Option<HolderId>,
+}
+
+// === impl EndedChain ===
+
+impl Default for EndedChain {
+    fn default() -> Self {
+        Self { alone: Standing::NONE, shared: Standing::NONE, shared_blocks: 0 }
+    }
+}
+
+impl EndedChain {
+    /// The standing of the block at this place of the chain, as far as this request knows.
+    pub(crate) fn standing(&self, place: usize) -> Standing {
+        if place < self.shared_blocks as usize { self.shared } else { self.alone }
+    }
 }
 
 // === impl PolicyClock ===
@@ -125,6 +158,10 @@ impl Policy {
                 }
             }
             Parent::Below(standing) => (standing.at(self.clock.tick), Spot::Head),
+            Parent::Left(parent, standing) => {
+                parent.into_iter().for_each(|parent| slab.adopt_child(parent, entry));
+                (standing, Spot::Head)
+            }
             Parent::None => (now, Spot::Head),
         };
         slab.keep(entry, standing, spot);
@@ -138,7 +175,24 @@ impl Policy {
     /// Records the use of blocks by a request that goes on, or the end of their lease: those of a chain, the
     /// deepest first.
     pub(crate) fn touch(&self, slab: &mut Slab, entries: &[u32]) {
-        slab.raise(entries, |entry| entry.standing.at(self.clock.tick));
+        slab.raise(entries, |entry| (entry.standing.at(self.clock.tick), ListPlace::Kept));
+    }
+
+    /// Puts a block, about to leave its holder's device, into the list of its sort.
+    pub(crate) fn leave_device(&self, slab: &mut Slab, entry: u32) {
+        let SlotEntry { standing, .. } = *slab.entries.get(entry);
+        if slab.entries.get(entry).list_place() == ListPlace::OnDevice {
+            slab.keep(entry, standing, Spot::Head);
+        }
+    }
+
+    /// Does the same for all blocks of a holder without its device.
+    pub(crate) fn lose_device(&self, slab: &mut Slab, holder: HolderId) {
+        for class in 0..slab.classes.len() {
+            while let Some(entry) = slab.device_tail(class, holder) {
+                self.leave_device(slab, entry);
+            }
+        }
     }
 
     /// Puts a block that was held and not used back to the tail, if it had left its list.
@@ -177,17 +231,30 @@ impl Policy {
         &mut self,
         prints: impl Iterator<Item = KeyPrint>,
         slots: u64,
+        holder: HolderId,
         ending: Ending,
     ) -> EndedTurn {
         self.prints.clear();
         self.prints.extend(prints);
         self.clock.advance(self.prints.len() as u64, slots);
         let end = self.ends.end_turn(&self.prints, slots);
-        let Ending { way, last } = ending;
+        let Ending { way, last, on_device } = ending;
         let sort = if last { Sort::OPEN } else { Sort::of_turn(self.kinds.kind(way), end.turn) };
-        let turn = EndedTurn { sort, shared: end.shared, last };
+        let device = on_device.then_some(holder);
+        let turn = EndedTurn { sort, shared: end.shared, last, device };
         self.odds.used(&self.prints, turn, self.clock.tick, slots);
         turn
+    }
+
+    /// Returns the rank of the blocks of a just ended request.
+    pub(crate) fn ended_chain(&self, turn: EndedTurn) -> EndedChain {
+        let [alone, shared] = [false, true].map(|shares| Sort::OPEN.after_end(turn.sort, shares));
+        let last_use = if turn.last { self.worthless().tick() } else { self.clock.tick };
+        EndedChain {
+            alone: Standing::new(alone, last_use),
+            shared: Standing::new(shared, self.clock.tick),
+            shared_blocks: turn.shared as u32,
+        }
     }
 
     /// Sorts blocks used by an ended request, the deepest first; those from `shared` on are among its first
@@ -196,7 +263,10 @@ impl Policy {
         let mut at = 0;
         slab.raise(entries, |entry| {
             at += 1;
-            Standing::new(entry.standing.sort().after_end(turn.sort, at > shared), self.clock.tick)
+            let sort = entry.standing.sort().after_end(turn.sort, at > shared);
+            let is_on_device = turn.device == Some(entry.claims.holder());
+            let place = if is_on_device { ListPlace::OnDevice } else { ListPlace::Kept };
+            (Standing::new(sort, self.clock.tick), place)
         });
         if turn.last {
             let ended = |slab: &Slab, id: u32| slab.entries.get(id).standing.sort() == Sort::OPEN;
@@ -218,18 +288,17 @@ impl Policy {
     pub(crate) fn next(&self, slab: &mut Slab, among: Among, losers: HolderSet) -> Option<u32> {
         let holders = slab.queues(among).holders().filter(|id| losers.has(*id));
         loop {
-            for sort in 0..SORTS {
-                holders.clone().for_each(|holder| detach_pinned(slab, among, holder, sort));
+            for list in 0..=ON_DEVICE {
+                holders.clone().for_each(|holder| detach_pinned(slab, among, holder, list));
             }
             let queues = slab.queues(among);
-            let tails = (0..SORTS_THAT_GO)
-                .rev()
-                .flat_map(|sort| holders.clone().filter_map(move |id| queues.holder_lists(id)[sort].tail()));
+            let tails = lists_that_go()
+                .flat_map(|list| holders.clone().filter_map(move |id| queues.holder_lists(id)[list].tail()));
             let Some(first) = self.first(slab, tails) else {
                 let mut parents = holders.filter_map(|id| queues.holder_lists(id)[SORTS_THAT_GO].tail());
                 return parents.next();
             };
-            if slab.children(first) == 0 {
+            if may_precede_children(slab.entries.get(first)) || slab.children(first) == 0 {
                 return Some(first);
             }
             let standing = slab.entries.get(first).standing;
@@ -237,21 +306,27 @@ impl Policy {
         }
     }
 
-    /// Returns the next block to go among those at lists' tails. A block of a request that goes on never goes
-    /// before an older one: otherwise a prompt computed in steps would lose its first blocks to its next
-    /// ones.
+    /// Returns the next block to go among those at lists' tails: the oldest on a device, if there is one. A block
+    /// of a request that goes on never goes before an older one: otherwise a prompt computed in steps would lose
+    /// its first blocks to its next ones.
     fn first(&self, slab: &Slab, tails: impl Iterator<Item = u32>) -> Option<u32> {
         let (mut first, mut open): (Option<EvictionCandidate>, Option<EvictionCandidate>) = (None, None);
-        for entry in tails {
-            let SlotEntry { standing, generation, .. } = *slab.entries.get(entry);
-            let candidate = EvictionCandidate { generation, ..self.candidate(entry, standing) };
+        let mut on_device: Option<EvictionCandidate> = None;
+        for id in tails {
+            let entry = slab.entries.get(id);
+            let candidate =
+                EvictionCandidate { generation: entry.generation, ..self.candidate(id, entry.standing) };
+            if entry.list_place() == ListPlace::OnDevice {
+                on_device = on_device.filter(|other| other.age >= candidate.age).or(Some(candidate));
+                continue;
+            }
             let of = if candidate.sort.is_open() { &mut open } else { &mut first };
             if of.is_none_or(|other| candidate.goes_before(&other)) {
                 *of = Some(candidate);
             }
         }
         let oldest = |open: &EvictionCandidate| first.is_none_or(|first| open.age > first.age);
-        open.filter(oldest).or(first).map(|first| first.entry)
+        on_device.or(open.filter(oldest)).or(first).map(|first| first.entry)
     }
 
     fn candidate(&self, entry: u32, standing: Standing) -> EvictionCandidate {
@@ -281,9 +356,19 @@ impl EvictionCandidate {
     }
 }
 
-/// Lets pinned blocks at the tail of a holder's sort leave their list.
-fn detach_pinned(slab: &mut Slab, among: Among, holder: HolderId, sort: usize) {
-    while let Some(entry) = slab.queues(among).holder_lists(holder)[sort].tail() {
+/// The lists with blocks that may go, in the order of their look-ups.
+fn lists_that_go() -> impl Iterator<Item = usize> + Clone {
+    (0..SORTS_THAT_GO).rev().chain([ON_DEVICE])
+}
+
+/// True if a block may go before its children: its device has it still, and the children are found behind it.
+fn may_precede_children(entry: &SlotEntry) -> bool {
+    entry.list_place() == ListPlace::OnDevice
+}
+
+/// Lets pinned blocks at the tail of a holder's list leave it.
+fn detach_pinned(slab: &mut Slab, among: Among, holder: HolderId, list: usize) {
+    while let Some(entry) = slab.queues(among).holder_lists(holder)[list].tail() {
         if slab.entries.get(entry).claims.pins() == 0 {
             return;
         }

@@ -7,7 +7,7 @@ use std::collections::{HashMap, VecDeque};
 
 use shm_protocol::pool::{self, Geometry, SlotRef};
 
-use crate::entries::{Entries, ListPlace, PolicyLists, SlotEntry, SlotState, Tables};
+use crate::entries::{Entries, ListPlace, ON_DEVICE, PolicyLists, SlotEntry, SlotState, Tables};
 use crate::index::Index;
 use crate::ledger::HolderId;
 use crate::list::{List, Spot};
@@ -135,6 +135,13 @@ impl Slab {
             (Among::Quota(quota), Some(quotas)) => quotas.queues(quota),
             (Among::Quota(_), None) => unreachable!("an id was given out with a quota"),
         }
+    }
+
+    /// Returns the oldest block of a holder that its device has, too.
+    pub(crate) fn device_tail(&self, class: usize, holder: HolderId) -> Option<u32> {
+        let queues = &self.classes[class].queues;
+        let has_lists = queues.holders().any(|id| id == holder);
+        has_lists.then(|| queues.holder_lists(holder)[ON_DEVICE].tail()).flatten()
     }
 
     /// Returns the entry before another in a list of the policy.
@@ -297,7 +304,10 @@ impl Slab {
 
     /// Moves an entry from its list to the free list, or to none.
     pub(crate) fn move_to(&mut self, id: u32, place: ListPlace) {
-        debug_assert!(place != ListPlace::Kept, "the policy says where in which list");
+        debug_assert!(
+            matches!(place, ListPlace::Free | ListPlace::Detached),
+            "the policy says where in which list"
+        );
         self.leave_list(id);
         self.enter_list(id, place, Spot::Head);
     }
@@ -305,9 +315,13 @@ impl Slab {
     /// Moves an entry from its list to the list of its standing's sort. The entry before its new place has
     /// that sort.
     pub(crate) fn keep(&mut self, id: u32, standing: Standing, spot: Spot) {
+        self.put(id, standing, ListPlace::Kept, spot);
+    }
+
+    fn put(&mut self, id: u32, standing: Standing, place: ListPlace, spot: Spot) {
         self.leave_list(id);
         self.entries.get_mut(id).standing = standing;
-        self.enter_list(id, ListPlace::Kept, spot);
+        self.enter_list(id, place, spot);
     }
 
     fn leave_list(&mut self, id: u32) {

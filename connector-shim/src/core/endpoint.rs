@@ -19,6 +19,8 @@ pub trait Endpoint {
     fn knows_tails(&self) -> bool;
     /// Whether the sidecar knows queries for the last kept key.
     fn knows_states(&self) -> bool;
+    /// Whether the sidecar knows which blocks the engine's device has.
+    fn knows_devices(&self) -> bool;
     /// Whether the sidecar keeps only what the engine accepted.
     fn knows_acceptance(&self) -> bool;
     /// Wakes the sidecar if it sleeps.

@@ -8,6 +8,7 @@
 //! in [`kinds`].
 
 mod checks;
+mod device;
 mod events;
 mod held;
 pub mod host;
@@ -32,6 +33,7 @@ use shm_protocol::source::Source;
 
 use self::checks::Check;
 pub use self::checks::CheckRate;
+use self::device::DeviceBlocks;
 use self::events::BlockEvents;
 pub use self::events::{EventChange, KNOWN, KvEvent};
 use self::held::HeldBlocks;
@@ -76,6 +78,7 @@ pub struct EnginePolicy<H> {
     pacing: Pacing,
     prefill: PrefillFit,
     held: HeldBlocks,
+    device: DeviceBlocks,
     /// The step being scheduled.
     next: PlannedStep,
     /// Requests that begin in this step.
@@ -142,6 +145,7 @@ impl<H: SessionHost> EnginePolicy<H> {
             prefill: PrefillFit::default(),
             requests: Requests::default(),
             held: HeldBlocks::default(),
+            device: DeviceBlocks::default(),
             next,
             begun: Vec::new(),
             offered: Vec::new(),
@@ -301,8 +305,9 @@ impl<H: SessionHost> EnginePolicy<H> {
         self.check.forsake(id);
         let lead = self.set.reported_group();
         let serves = self.options.saves && self.state() == ServedState::Serving;
+        let stays = self.end_on_device(id, way);
         let Some(request) = self.requests.get_mut(id) else { return EndedRequest::default() };
-        for (part, group) in request.parts.iter_mut().zip(&mut self.groups) {
+        for (part, group) in request.parts.iter_mut().zip(&mut self.groups).filter(|_| !stays) {
             part.close_log(&mut group.session, way);
         }
         let mut ended = EndedRequest::default();
@@ -359,6 +364,7 @@ impl<H: SessionHost> EnginePolicy<H> {
         self.offered.retain(|state| !filled.contains(&state.block) && !changes.gives_away(state));
         filled.extend(&changes.filled);
         filled.extend(changes.copied.iter().map(|(_, to)| to));
+        let named = self.reuse_blocks(written.iter().chain(&filled));
         for group in &mut self.groups {
             if group.session.saving() > 0 && !(written.is_empty() && filled.is_empty()) {
                 group.session.overwrite(written.iter().chain(&filled).copied());
@@ -372,7 +378,7 @@ impl<H: SessionHost> EnginePolicy<H> {
             }
             due = self.requests.take_due(self.next.step, &self.begun);
         }
-        OpenedStep { due, released, contradicted }
+        OpenedStep { due, released, contradicted, named }
     }
 
     /// Follows the block tables. Returns the new blocks of all groups, even if another group had them before.
@@ -465,9 +471,10 @@ impl<H: SessionHost> EnginePolicy<H> {
         }
     }
 
-    /// Posts the step's saves, for the `due` requests, whose numbers and keys the engine has handed in.
-    /// Returns the planned step. `computes`: number of requests computed by the step.
-    pub fn end_step(&mut self, due: &[Due], computes: usize) -> PlannedStep {
+    /// Posts the step's saves, for the `due` requests, whose numbers and keys the engine has handed in, and for
+    /// the blocks `named` as reused next. Returns the planned step. `computes`: number of requests computed by
+    /// the step.
+    pub fn end_step(&mut self, due: &[Due], computes: usize, named: &[u32]) -> PlannedStep {
         let mut step = self.next.clone_for_next();
         std::mem::swap(&mut step, &mut self.next);
         step.open_loads.clone_from(&self.open_loads);
@@ -481,8 +488,9 @@ impl<H: SessionHost> EnginePolicy<H> {
             Some(first..first.saturating_add(due.scheduled?))
         });
         self.prefill.schedule_step(step.step, self.time, computed, has_loads);
-        let saves =
+        let mut saves =
             if self.options.saves { self.save_due(due, step.step) } else { vec![false; step.parts.len()] };
+        saves[0] |= self.leave_device(named, step.step);
         step.asks = self.proof.waits() || !self.open_loads.is_empty();
         self.pacing.end_step(computes == 0);
         for ((group, part), saves) in self.groups.iter_mut().zip(&mut step.parts).zip(saves) {

@@ -8,12 +8,12 @@ mod link;
 mod query;
 
 use std::collections::BTreeMap;
-use std::ops::Deref;
+use std::ops::{Deref, Range};
 use std::sync::Arc;
 use std::time::Duration;
 
 use shm_protocol::key::BlockHash;
-use shm_protocol::layout::{LOAD_PREFERENCE, OPERATIONS, QUERY_WAIT_MS_MAX};
+use shm_protocol::layout::{LOAD_PREFERENCE, OPERATIONS, QUERY_KEYS, QUERY_WAIT_MS_MAX};
 use shm_protocol::message::Saved;
 use shm_protocol::prefill::PrefillRate;
 use shm_protocol::request::{self, LogKeys, SchedulerRequest};
@@ -391,6 +391,40 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
                 link.questions.remove(&op);
             }
             link.post_close(ClosedLog { number, chunks: log.chunks, way });
+        }
+    }
+
+    /// True if the sidecar knows the blocks on the engine's device by [`EngineSession::end_log`].
+    pub fn knows_devices(&self) -> bool {
+        self.link.as_ref().is_some_and(|link| link.connection.knows_devices())
+    }
+
+    /// Ends a log's request, its lease and its pending query. The engine's device still has the blocks: the log
+    /// takes saves of those that it is about to reuse, until [`EngineSession::close_log`]. Returns false without
+    /// room.
+    pub fn end_log(&mut self, handle: i64, way: u32) -> bool {
+        let Some(link) = &mut self.link else { return false };
+        let Some((log, _)) = link.logs.get(handle) else { return false };
+        if link.submission.post(SchedulerRequest::Ended { log, way }).is_none() {
+            return false;
+        }
+        let log = link.log(handle);
+        log.lease = None;
+        if let Some(op) = log.pending.take() {
+            link.questions.remove(&op);
+        }
+        true
+    }
+
+    /// Says that the engine's device has reused the blocks of these keys of an ended log, with no save before.
+    pub fn leave_device(&mut self, handle: i64, keys: Range<u32>) {
+        let Some(link) = &mut self.link else { return };
+        if let Some((log, _)) = link.logs.get(handle) {
+            for first in keys.clone().step_by(QUERY_KEYS) {
+                let keys = LogKeys::new(log, first..keys.end.min(first + QUERY_KEYS as u32));
+                // Without room the copies of these blocks go early.
+                link.submission.post(SchedulerRequest::Left { keys });
+            }
         }
     }
 

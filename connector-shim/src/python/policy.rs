@@ -68,6 +68,7 @@ struct ConnectorSettings {
     load: String,
     sync_ms: Option<u64>,
     checkpoint_tokens: u32,
+    keep_copies: String,
     query_timeout_us: u64,
     check_every: u32,
     check_per_mille: u32,
@@ -210,6 +211,7 @@ impl PyPolicy {
             drops_last_block,
             tokens_per_step,
             beside_others,
+            keep_copies: options.keep_copies == "yes",
             events: events.then_some(algorithm),
         };
         let rules = Rules::new(policy, machine(block_bytes[0]), set, sessions, clock::read_clock());
@@ -394,10 +396,10 @@ impl PyPolicy {
         encoded: Vec<String>,
         offered: Vec<(RequestId, usize, u32, u32)>,
         copied: Vec<(u32, u32)>,
-    ) -> PyResult<(Vec<RequestId>, Vec<u32>, bool)> {
+    ) -> PyResult<(Vec<RequestId>, Vec<u32>, bool, u32)> {
         let ids = || begun.iter().filter_map(|(number, ..)| followed(*number));
         self.recorded(|records| records.begins(ids()));
-        let out = |aside: &mut Aside| (Vec::new(), aside.release_held(), false);
+        let out = |aside: &mut Aside| (Vec::new(), aside.release_held(), false, 0);
         let opened = self.enter_or(out, |rules| {
             let mut changes = Changes { filled, copied, encoded, ..Changes::default() };
             for (number, blocks, computed, numbers) in begun {
@@ -411,7 +413,7 @@ impl PyPolicy {
             let state = |(request, group, block, boundary)| OfferedState { request, group, block, boundary };
             changes.offered = offered.into_iter().map(state).collect();
             let opened = rules.begin_step(changes, clock::read_clock());
-            Ok((opened.due, opened.released, opened.contradicted))
+            Ok((opened.due, opened.released, opened.contradicted, opened.named))
         })?;
         self.aside().released(&opened.1);
         Ok(opened)
@@ -422,6 +424,7 @@ impl PyPolicy {
         py: Python<'py>,
         due: Vec<DueNumbers<'py>>,
         computes: usize,
+        named: Vec<u32>,
     ) -> PyResult<PyStep<'py>> {
         let step = self.enter_or(Aside::plan_step, |rules| {
             let mut all = Vec::with_capacity(due.len());
@@ -429,7 +432,7 @@ impl PyPolicy {
                 follow_numbers(rules, request, &numbers)?;
                 all.push(Due { request, scheduled });
             }
-            Ok(rules.end_step(&all, computes))
+            Ok(rules.end_step(&all, computes, &named))
         })?;
         self.recorded(|records| records.scheduled(step.step, clock::read_clock()));
         self.aside().scheduled(&step);

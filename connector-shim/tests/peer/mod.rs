@@ -120,6 +120,7 @@ impl Peer {
             handover: self.handover,
             tails: self.tails,
             states: self.states,
+            devices: true,
             ..welcome(self.epoch)
         };
         std::thread::spawn(move || {
@@ -196,6 +197,7 @@ pub(crate) fn welcome(epoch: u64) -> Welcome {
         handover: true,
         tails: true,
         states: true,
+        devices: true,
     }
 }
 

@@ -58,6 +58,8 @@ pub(crate) struct Engine {
     pub(crate) time: Instant,
     /// Outputs of encoders in the next step.
     pub(crate) encoded: Vec<String>,
+    /// Blocks to be reused next, named with the next step.
+    pub(crate) named: Vec<u32>,
     pub(crate) opened: OpenedStep,
     /// Blocks of before may be wrong, by the policy's answer at the last request's arrival.
     pub(crate) contradicted: bool,
@@ -130,6 +132,7 @@ impl Setup {
             policy: EnginePolicy::new(self.options, self.machine, set, hosts, time),
             time,
             encoded: Vec::new(),
+            named: Vec::new(),
             opened: OpenedStep::default(),
             contradicted: false,
             requests: BTreeMap::new(),
@@ -397,7 +400,7 @@ impl Engine {
         due.iter().for_each(|id| self.tell(*id));
         let due: Vec<_> =
             due.iter().map(|id| Due { request: *id, scheduled: tokens.get(id).copied() }).collect();
-        let step = self.policy.end_step(&due, scheduled.len());
+        let step = self.policy.end_step(&due, scheduled.len(), &std::mem::take(&mut self.named));
         self.serve();
         self.running = scheduled.iter().map(|(id, _)| *id).collect();
         self.open.insert(step.step, self.running.clone());

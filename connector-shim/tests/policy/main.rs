@@ -4,6 +4,7 @@ mod acceptance;
 mod adapters;
 mod beside_others;
 mod checking;
+mod device;
 mod events;
 mod handover;
 mod harness;

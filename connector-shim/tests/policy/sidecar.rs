@@ -94,6 +94,10 @@ pub(crate) struct Sidecar {
     pub(crate) closed: Vec<usize>,
     /// The way an answer ended, for each of them.
     pub(crate) ways: Vec<u32>,
+    /// Logs ended with their blocks on the device.
+    pub(crate) ended: Vec<usize>,
+    /// Keys whose blocks have left the device: the log, the first one and their number.
+    pub(crate) left: Vec<(usize, u32, u32)>,
     pub(crate) questions: Vec<Question>,
     /// Steps with a wait for a log's blocks: the log, and the longest permitted wait.
     pub(crate) lingered: Vec<(usize, Duration)>,
@@ -150,6 +154,10 @@ impl Endpoint for Wire {
     }
 
     fn knows_states(&self) -> bool {
+        true
+    }
+
+    fn knows_devices(&self) -> bool {
         true
     }
 
@@ -268,6 +276,8 @@ impl Sidecar {
             logs: Vec::new(),
             closed: Vec::new(),
             ways: Vec::new(),
+            ended: Vec::new(),
+            left: Vec::new(),
             questions: Vec::new(),
             lingered: Vec::new(),
             hints: Vec::new(),
@@ -366,6 +376,8 @@ impl Sidecar {
                 self.closed.push(self.numbers[&log]);
                 self.ways.push(way);
             }
+            SchedulerRequest::Ended { log, .. } => self.ended.push(self.numbers[&log]),
+            SchedulerRequest::Left { keys } => self.left.push((self.log(keys), keys.from, keys.count)),
             SchedulerRequest::Query(Query { op, keys, awaits, last, .. }) => {
                 let LogKeys { from, count, .. } = keys;
                 let log = self.log(keys);

@@ -344,6 +344,10 @@ impl Core {
             SchedulerRequest::Close { log, way } => {
                 queries.close_log(session, (log, way), || transfers.newest_handover(session), base)?
             }
+            SchedulerRequest::Ended { log, way } => {
+                queries.end_log(session, (log, way), || transfers.newest_handover(session), base)?
+            }
+            SchedulerRequest::Left { keys } => queries.leave_device(session, keys, base)?,
             SchedulerRequest::Salt { salt } => {
                 let ended = self.end_generation(session);
                 self.base.engines.salt(session, salt, ended, &mut self.base.cx);

@@ -23,7 +23,7 @@ use shm_protocol::message::{Outcome, Status};
 use shm_protocol::pool::SlotRef;
 use shm_protocol::request::{self, LogKeys, Query};
 use tiers::LeaseError;
-use tiers::dram::{Ending, HolderId, LeaseId};
+use tiers::dram::{EndedChain, Ending, HolderId, LeaseId};
 
 use self::key_logs::{KeyLog, KeyLogs, QueryLease};
 use self::promises::EndingPromises;
@@ -187,7 +187,7 @@ impl Queries {
         }
     }
 
-    /// CLOSE: closes a log. Its request asks for no more of its blocks.
+    /// CLOSE: closes a log. Its request, if it has not ended before, asks for no more of its blocks.
     ///
     /// `way`: a number for the way the answer ended; 0: unknown. `newest_handover` returns the operation of
     /// this scheduler's newest unfinished save for another engine.
@@ -201,20 +201,55 @@ impl Queries {
         self.release_log(session, log, &mut base.cx)?;
         self.end_promise(session, log, newest_handover, base);
         let is_promised = self.logs(session).promised.contains(&log);
+        let closed = self.logs(session).close_log(log).filter(|log| log.ended.is_none());
         // The request of a tail goes on in another log, with the same keys before it.
-        let closed = self.logs(session).close_log(log).filter(|log| is_promised || !log.tail);
-        if let (Some(log), Some(binding)) = (closed, base.engines[session].binding()) {
-            let Binding { whose, namespace, .. } = binding;
-            let ending = Ending { way, last: false };
-            base.cx.dram.end_chain(whose.holder, namespace, &log.keys, ending);
-            if log.asked_last {
-                // The forecaster replays leading runs alone.
-                return Ok(());
-            }
-            let (block_bytes, asked) = (binding.block_bytes(), log.first_asked.unwrap_or_default());
-            base.cx.ended.push(FinishedRequest { namespace, block_bytes, keys: log.keys, asked, ending });
+        if let Some(mut log) = closed.filter(|log| is_promised || !log.tail) {
+            let keys = std::mem::take(&mut log.keys);
+            end_request(session, &log, keys, Ending { way, ..Ending::default() }, base);
         }
         Ok(())
+    }
+
+    /// ENDED: ends the request of a log as [`Queries::close_log`] does. The log stays, for blocks on the
+    /// engine's device.
+    pub(super) fn end_log(
+        &mut self,
+        session: SessionId,
+        (number, way): (u32, u32),
+        newest_handover: impl FnOnce() -> Option<u64>,
+        base: &mut Base,
+    ) -> Result<(), Violation> {
+        self.release_log(session, number, &mut base.cx)?;
+        self.end_promise(session, number, newest_handover, base);
+        let logs = self.logs(session);
+        let log = logs.known_mut(number);
+        if log.ended.is_some() || log.tail {
+            return Err(format!("log {number} cannot end on the device: it has ended, or has a tail"));
+        }
+        let ending = Ending { way, on_device: true, ..Ending::default() };
+        log.ended = Some(end_request(session, log, log.keys.clone(), ending, base));
+        logs.has_device = true;
+        Ok(())
+    }
+
+    /// LEFT: the blocks of these keys are on the engine's device no more.
+    pub(super) fn leave_device(
+        &mut self,
+        session: SessionId,
+        LogKeys { log, from, count }: LogKeys,
+        base: &mut Base,
+    ) -> Result<(), Violation> {
+        let keys = self.askers[&session].logs.get(log)?.some(from, count);
+        if let Some(binding) = base.engines[session].binding() {
+            base.cx.dram.leave_device(binding.namespace, keys);
+        }
+        Ok(())
+    }
+
+    /// Returns the ended request of a save's log, if it has ended on the engine's device, and whether the
+    /// device may have blocks with no copy.
+    pub(super) fn on_device(&self, session: SessionId, log: u32) -> (Option<EndedChain>, bool) {
+        (self.log(session, log).ended, self.askers[&session].logs.has_device)
     }
 
     pub(super) fn query(
@@ -439,4 +474,23 @@ fn status(error: LeaseError) -> Status {
         LeaseError::Foreign => Status::LeaseForeign,
         LeaseError::Consumed => Status::LeaseConsumed,
     }
+}
+
+/// Ends a request with these keys: the tier sorts its blocks, and the forecaster learns of it.
+fn end_request(
+    session: SessionId,
+    log: &KeyLog,
+    keys: Vec<BlockHash>,
+    ending: Ending,
+    base: &mut Base,
+) -> EndedChain {
+    let Some(binding) = base.engines[session].binding() else { return EndedChain::default() };
+    let Binding { whose, namespace, .. } = binding;
+    let ended = base.cx.dram.end_chain(whose.holder, namespace, &keys, ending);
+    // The forecaster replays leading runs alone.
+    if !log.asked_last {
+        let (block_bytes, asked) = (binding.block_bytes(), log.first_asked.clone().unwrap_or_default());
+        base.cx.ended.push(FinishedRequest { namespace, block_bytes, keys, asked, ending });
+    }
+    ended
 }

@@ -7,6 +7,7 @@ mod binding;
 pub(super) mod checks;
 mod handover;
 mod ledger;
+mod on_device;
 mod proofs;
 mod quotas;
 mod scans;

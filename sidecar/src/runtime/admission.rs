@@ -307,6 +307,7 @@ impl Runtime {
             handover: true,
             tails: true,
             states: true,
+            devices: true,
         });
         let session = &self.sessions[&id];
         let terms = &self.terms;

@@ -64,6 +64,10 @@ impl Endpoint for Connection {
         true
     }
 
+    fn knows_devices(&self) -> bool {
+        true
+    }
+
     fn knows_handover(&self) -> bool {
         true
     }

@@ -71,6 +71,8 @@ pub(crate) struct Model {
     pub(crate) holds: bool,
     /// A step may preempt a request scheduled in it.
     pub(crate) priorities: bool,
+    /// Copies of blocks in the engine's own cache are kept like any others.
+    pub(crate) keep_copies: bool,
     /// The cache is reset in one of so many steps; zero: never.
     pub(crate) resets: u64,
     /// Words of known tokens computed in a step for one request.
@@ -189,6 +191,7 @@ impl Model {
             checks: CheckRate { every: rng.pick(&[0, 1, 1, 8]), per_mille: rng.pick(&[0, 1000]) },
             holds: rng.one_in(2),
             priorities: rng.one_in(3),
+            keep_copies: rng.one_in(2),
             resets: rng.pick(&[0, 0, 60]),
             chunk: rng.within(2, 9) as usize,
             // A block takes no time, as long as a disk, or seconds.

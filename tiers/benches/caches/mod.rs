@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use shm_protocol::key::{BlockHash, BlockKey};
 use shm_protocol::pool::{SlotRef, slot_count};
-use tiers::dram::{BlockAccount, Dram, DramConfig, Ending, HolderId};
+use tiers::dram::{BlockAccount, Dram, DramConfig, EndedChain, Ending, HolderId};
 
 /// A chain of blocks, as in one request.
 pub(crate) type Chain = Vec<BlockHash>;
@@ -28,6 +28,9 @@ pub(crate) trait Cache {
     /// others, and keeps the missing ones. Returns the number of its leading blocks found here or in the
     /// GPU's cache.
     fn request(&mut self, request: &Request, found: usize) -> usize;
+
+    /// Keeps blocks that leave the GPU's cache, the first to leave first.
+    fn leave_device(&mut self, _leaving: &[BlockHash]) {}
 }
 
 /// The least recently used block goes first; the deepest block of a request counts as used before the others.
@@ -37,6 +40,8 @@ pub(crate) struct Lru {
     pub(crate) clock: u64,
     pub(crate) used: HashMap<BlockHash, u64>,
     pub(crate) order: BTreeMap<u64, BlockHash>,
+    /// Blocks dropped since they were last taken.
+    pub(crate) dropped: Vec<BlockHash>,
 }
 
 /// The block with the latest next use goes first, and of one request the deepest block.
@@ -57,6 +62,8 @@ pub(crate) struct Tier {
     step_blocks: usize,
     /// Slots being filled, with their places in the chain.
     slots: Vec<(usize, SlotRef)>,
+    /// The ended request, place and parent of blocks on the GPU, if they are kept once alone.
+    on_device: Option<HashMap<BlockHash, (EndedChain, usize, Option<BlockHash>)>>,
 }
 
 // === impl Request ===
@@ -90,6 +97,7 @@ impl Lru {
     pub(crate) fn drop_oldest(&mut self) {
         let (_, oldest) = self.order.pop_first().expect("more than none");
         self.used.remove(&oldest);
+        self.dropped.push(oldest);
     }
 
     pub(crate) fn leading(&self, chain: &[BlockHash]) -> usize {
@@ -149,7 +157,18 @@ impl Tier {
         let pool_bytes = (blocks as u64).div_ceil(slots) * SEGMENT_BYTES;
         let config = DramConfig { pool_bytes, segment_bytes: SEGMENT_BYTES, lease_ttl_ms: 30_000 };
         let dram = Dram::new(config).expect("sizes");
-        Self { dram, whose: BlockAccount::default(), step_blocks: usize::MAX, slots: Vec::new() }
+        Self {
+            dram,
+            whose: BlockAccount::default(),
+            step_blocks: usize::MAX,
+            slots: Vec::new(),
+            on_device: None,
+        }
+    }
+
+    /// Makes a tier whose copies of the GPU's blocks go first.
+    pub(crate) fn once(blocks: usize) -> Self {
+        Self { on_device: Some(HashMap::new()), ..Self::new(blocks) }
     }
 
     /// Makes a tier for prompts computed, and saved, in steps.
@@ -170,14 +189,15 @@ impl Tier {
         for (at, slot) in self.slots.drain(..) {
             assert!(match at {
                 0 => self.dram.commit(slot),
+                _ if self.on_device.is_some() => self.dram.commit_apart(slot, &key(at - 1)),
                 _ => self.dram.commit_behind(slot, &key(at - 1)),
             });
         }
     }
 
-    /// Returns the number of kept blocks of these requests without a kept parent, and the number of all kept
-    /// blocks.
-    pub(crate) fn unreachable(&mut self, requests: &[Request]) -> (usize, usize) {
+    /// Returns the number of kept blocks of these requests without a parent, kept or in the GPU's cache, and the
+    /// number of all kept blocks.
+    pub(crate) fn unreachable(&mut self, requests: &[Request], gpu: &Lru) -> (usize, usize) {
         let (mut seen, mut found) = (HashSet::new(), Vec::new());
         let (mut unreachable, mut kept) = (0, 0);
         for Request { chain, .. } in requests {
@@ -186,7 +206,8 @@ impl Tier {
             for (at, hash) in chain.iter().enumerate().filter(|(at, _)| found[*at]) {
                 if seen.insert(*hash) {
                     kept += 1;
-                    unreachable += usize::from(at > 0 && !found[at - 1]);
+                    unreachable +=
+                        usize::from(at > 0 && !found[at - 1] && !gpu.used.contains_key(&chain[at - 1]));
                 }
             }
         }
@@ -203,7 +224,7 @@ impl Cache for Tier {
         self.save(chain, began_on..next);
         // Blocks found at the request's begin are saved again in the step after. Without steps and a GPU's
         // cache the query has covered them.
-        if found > 0 || in_steps {
+        if self.on_device.is_none() && (found > 0 || in_steps) {
             self.save(chain, 0..began_on);
         }
         while next < chain.len() {
@@ -211,7 +232,34 @@ impl Cache for Tier {
             self.save(chain, next..end);
             next = end;
         }
-        self.dram.end_chain(HolderId::NOBODY, 0, chain, *ending);
+        let ending = Ending { on_device: self.on_device.is_some(), ..*ending };
+        let ended = self.dram.end_chain(HolderId::NOBODY, 0, chain, ending);
+        if let Some(on_device) = &mut self.on_device {
+            let parents = std::iter::once(None).chain(chain.iter().copied().map(Some));
+            on_device.extend(
+                chain
+                    .iter()
+                    .zip(parents)
+                    .enumerate()
+                    .map(|(at, (hash, parent))| (*hash, (ended, at, parent))),
+            );
+        }
         began_on
+    }
+
+    fn leave_device(&mut self, leaving: &[BlockHash]) {
+        let key = |hash| BlockKey { namespace: 0, group: 0, hash };
+        for hash in leaving {
+            let Some((ended, at, parent)) = self.on_device.as_mut().and_then(|known| known.remove(hash))
+            else {
+                continue;
+            };
+            match self.dram.begin_fill(key(*hash), BLOCK_BYTES, self.whose) {
+                Ok(slot) => assert!(self.dram.commit_left(slot, parent.map(key).as_ref(), ended, at)),
+                Err(_) => assert_eq!(self.dram.leave_device(0, &[*hash]), 1),
+            }
+            self.dram.drain_evicted().for_each(drop);
+            self.dram.drain_assigned().for_each(drop);
+        }
     }
 }

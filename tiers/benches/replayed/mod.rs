@@ -42,7 +42,7 @@ pub(crate) fn read(path: &str) -> Vec<Request> {
     let request = |line: &str| {
         let mut words = line.split(' ');
         let mut number = || words.next().and_then(|word| word.parse().ok()).expect("a number");
-        let ending = Ending { way: number(), last: number() == 1 };
+        let ending = Ending { way: number(), last: number() == 1, ..Ending::default() };
         Request { chain: words.map(hash).collect(), ending }
     };
     text.lines().map(request).collect()
@@ -50,26 +50,28 @@ pub(crate) fn read(path: &str) -> Vec<Request> {
 
 /// Returns blocks found by blocks requested, the first quarter of the requests not counted.
 pub(crate) fn share(cache: &mut dyn Cache, requests: &[Request], gpu_blocks: usize) -> f64 {
-    replay(cache, requests, gpu_blocks, |_, _| {})
+    replay(cache, requests, gpu_blocks, |_, _, _| {})
 }
 
 fn replay<C: Cache + ?Sized>(
     cache: &mut C,
     requests: &[Request],
     gpu_blocks: usize,
-    mut stop: impl FnMut(&mut C, &[Request]),
+    mut stop: impl FnMut(&mut C, &[Request], &Lru),
 ) -> f64 {
     let mut gpu = Lru::new(gpu_blocks);
     let (mut asked, mut found) = (0, 0);
     for (at, request) in requests.iter().enumerate() {
         let in_gpu = if gpu_blocks > 0 { gpu.request(request, 0) } else { 0 };
+        cache.leave_device(&std::mem::take(&mut gpu.dropped));
+        cache.leave_device(&std::mem::take(&mut gpu.dropped));
         let hits = cache.request(request, in_gpu);
         if at >= requests.len() / 4 {
             asked += request.chain.len();
             found += hits;
         }
         if (at + 1) % (requests.len() / STOPS).max(1) == 0 {
-            stop(cache, &requests[..=at]);
+            stop(cache, &requests[..=at], &gpu);
         }
     }
     found as f64 / asked as f64
@@ -77,8 +79,8 @@ fn replay<C: Cache + ?Sized>(
 
 fn replay_tier(mut tier: Tier, requests: &[Request], gpu_blocks: usize) -> Replayed {
     let mut worst: f64 = 0.0;
-    let share = replay(&mut tier, requests, gpu_blocks, |tier, so_far| {
-        let (unreachable, kept) = tier.unreachable(so_far);
+    let share = replay(&mut tier, requests, gpu_blocks, |tier, so_far, gpu| {
+        let (unreachable, kept) = tier.unreachable(so_far, gpu);
         worst = worst.max(unreachable as f64 / kept.max(1) as f64);
     });
     Replayed { share, unreachable: worst }
@@ -91,6 +93,8 @@ impl Report {
     pub(crate) fn replay(&mut self, name: &str, requests: &[Request]) {
         self.rooms(name, requests, |_| 0, Tier::new);
         self.rooms(&format!("{name}_gpu"), requests, |room| room / ROOM_BY_GPU, Tier::new);
+        self.rooms(&format!("{name}_once"), requests, |room| room / ROOM_BY_GPU, Tier::once);
+        self.rooms(&format!("{name}_once"), requests, |room| room / ROOM_BY_GPU, Tier::once);
         self.rooms(&format!("{name}_chunked"), requests, |_| 0, Tier::chunked);
     }
 

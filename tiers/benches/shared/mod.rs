@@ -163,7 +163,9 @@ fn pods_of_tiers(room: usize, requests: &[Request], counts: OwnerCounts, keeps: 
             match counts {
                 OwnerCounts::Nothing => {}
                 OwnerCounts::Touch => owner.use_run(0, &chain[..found]),
-                OwnerCounts::Use => owner.end_chain(HolderId::NOBODY, 0, &chain[..found], *ending),
+                OwnerCounts::Use => {
+                    owner.end_chain(HolderId::NOBODY, 0, &chain[..found], *ending);
+                }
             }
         }
         found

@@ -5,10 +5,10 @@ use std::collections::HashSet;
 use shm_protocol::key::BlockKey;
 
 use super::Dram;
+use crate::entries::ON_DEVICE;
 use crate::ledger::HolderSet;
 use crate::policy::Policy;
 use crate::slab::Among;
-use crate::standing::SORTS;
 pub use crate::standing::Standing;
 
 /// The tier below, as known to DRAM.
@@ -98,10 +98,10 @@ impl Dram {
     /// Lists all blocks, the likeliest to be used again first, and no block before its parent.
     pub fn best(&self, out: &mut Vec<Leaving>) {
         let mut seen = HashSet::new();
-        for sort in (0..SORTS).rev() {
+        for list in (0..=ON_DEVICE).rev() {
             for class in &self.slab.classes {
                 for holder in class.queues.holders() {
-                    let first = class.queues.holder_lists(holder)[sort].head();
+                    let first = class.queues.holder_lists(holder)[list].head();
                     for id in std::iter::successors(first, |id| self.slab.behind(*id)) {
                         let above = std::iter::successors(Some(id), |id| self.slab.parent(*id));
                         let line: Vec<u32> = above.take_while(|id| seen.insert(*id)).collect();

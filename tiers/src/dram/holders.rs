@@ -22,8 +22,9 @@ impl Dram {
         self.ledger.enter_holder()
     }
 
-    /// Ends a holder. Its leases end by [`Dram::release`]; its blocks stay.
+    /// Ends a holder. Its leases end by [`Dram::release`]; its blocks stay, on no device.
     pub fn leave_holder(&mut self, holder: HolderId) {
+        self.policy.lose_device(&mut self.slab, holder);
         self.ledger.leave_holder(holder);
     }
 

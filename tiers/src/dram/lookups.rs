@@ -5,7 +5,7 @@ use std::hint::black_box;
 use shm_protocol::key::{BlockHash, BlockKey, GROUP};
 use shm_protocol::pool::SlotRef;
 
-use super::{Dram, Ending, HolderId};
+use super::{Dram, EndedChain, Ending, HolderId};
 use crate::entries::{SlotEntry, SlotState};
 use crate::index::{Bucket, KeyPrint, NO_ENTRY};
 
@@ -52,14 +52,20 @@ impl Dram {
     }
 
     /// Ends the request with these keys: its kept blocks are sorted by its ending. Blocks whose holder is
-    /// gone belong to `holder` from now on.
-    pub fn end_chain(&mut self, holder: HolderId, namespace: u32, hashes: &[BlockHash], ending: Ending) {
+    /// gone belong to `holder` from now on. Returns what a later copy of its blocks needs to know.
+    pub fn end_chain(
+        &mut self,
+        holder: HolderId,
+        namespace: u32,
+        hashes: &[BlockHash],
+        ending: Ending,
+    ) -> EndedChain {
         if hashes.is_empty() || self.slab.assigned() == 0 {
-            return;
+            return EndedChain::default();
         }
         let prints = hashes.iter().map(|hash| KeyPrint::new(namespace, GROUP, hash));
         let room = self.below.room(self.slots_in_service(), self.config.pool_bytes);
-        let turn = self.policy.end_turn(prints, room, ending);
+        let turn = self.policy.end_turn(prints, room, holder, ending);
         self.chain.clear();
         let (mut depth, mut own) = (hashes.len(), 0);
         self.deepest_first(namespace, hashes, |dram, id| {
@@ -73,11 +79,12 @@ impl Dram {
             dram.chain.push(id);
         });
         self.policy.used(&mut self.slab, &self.chain, turn, own);
+        self.policy.ended_chain(turn)
     }
 
     /// Calls `take` for every block of a chain, the deepest first, with its entry if it is committed. In this
     /// order of moves to a list's head, parents come to lie before their children.
-    fn deepest_first(
+    pub(super) fn deepest_first(
         &mut self,
         namespace: u32,
         hashes: &[BlockHash],

@@ -1,4 +1,5 @@
 mod holders;
+mod on_device;
 mod overflow;
 mod quotas;
 mod ranks;

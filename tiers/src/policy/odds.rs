@@ -282,7 +282,7 @@ mod tests {
     }
 
     fn turn(turn: u8) -> EndedTurn {
-        EndedTurn { sort: Sort::of_turn(0, turn), shared: 0, last: false }
+        EndedTurn { sort: Sort::of_turn(0, turn), shared: 0, last: false, device: None }
     }
 
     /// Odds after uses of two sorts of keys: first turns' keys used once, and second turns' keys used again after a room.

@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, HashSet};
 
-use super::{Policy, SORTS_THAT_GO};
+use super::{Policy, SORTS_THAT_GO, lists_that_go, may_precede_children};
 use crate::ledger::HolderSet;
 use crate::list::NIL;
 use crate::slab::{Among, Slab};
@@ -35,9 +35,8 @@ impl Policy {
         let holders = queues.holders().filter(move |id| losers.has(*id));
         let parents = holders.clone().map(|id| queues.holder_lists(id)[SORTS_THAT_GO].tail());
         let parents = parents.flat_map(|tail| std::iter::successors(tail, |id| slab.ahead(among, *id)));
-        let sorts = (0..SORTS_THAT_GO).rev();
-        let tails =
-            sorts.flat_map(|sort| holders.clone().map(move |id| queues.holder_lists(id)[sort].tail()));
+        let tails = lists_that_go()
+            .flat_map(|list| holders.clone().map(move |id| queues.holder_lists(id)[list].tail()));
         let mut order = EvictionOrder {
             policy: self,
             slab,
@@ -78,7 +77,7 @@ impl EvictionOrder<'_> {
             let first = self.policy.first(self.slab, tails)?;
             let at = self.tails.iter().position(|tail| *tail == Some(first)).expect("it is one of them");
             self.tails[at] = self.unpinned(self.slab.ahead(self.among, first));
-            if self.children(first) == 0 {
+            if may_precede_children(self.slab.entries.get(first)) || self.children(first) == 0 {
                 return Some(self.gone(first));
             }
             self.passed.insert(first);

@@ -4,7 +4,8 @@ use super::{Class, ListPlace, Slab, SlotEntry, Standing};
 use crate::ledger::HolderId;
 use crate::list::{List, ListRun, Spot};
 
-/// One of the policy's lists: its class in 16 bits, its holder in 8, and its sort in 8. Compared as one word.
+/// One of the policy's lists: its class in 16 bits, its holder in 8, and its place among the holder's lists in 8. Compared as
+/// one word.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 struct Shelf(u32);
 
@@ -19,42 +20,49 @@ struct Move {
 // === impl Shelf ===
 
 impl Shelf {
-    /// Returns the policy's list of an entry, present or next.
+    /// Returns the policy's list of an entry, if it is in one.
     #[inline]
-    fn of_entry(entry: &SlotEntry, class: u16) -> Self {
+    fn of_entry(entry: &SlotEntry, class: u16) -> Option<Self> {
         let holder = entry.claims.holder().byte();
-        Self(u32::from(class) << 16 | u32::from(holder) << 8 | entry.standing.sort().index() as u32)
+        let shelf = |list| Self(u32::from(class) << 16 | u32::from(holder) << 8 | list as u32);
+        entry.policy_list().map(shelf)
     }
 
     fn list_in(self, classes: &mut [Class]) -> &mut List {
-        let [sort, holder, ..] = self.0.to_le_bytes();
+        let [list, holder, ..] = self.0.to_le_bytes();
         let queues = &mut classes[(self.0 >> 16) as usize].queues;
-        queues.of_sort(HolderId::from_byte(holder), sort.into())
+        queues.holder_list(HolderId::from_byte(holder), list.into())
     }
 }
 
 // === impl Slab: raising ===
 
 impl Slab {
-    /// Moves entries, none of them in a free list, to the heads of the lists of their sorts, one after the
-    /// other. `standing` returns the new standing of each. Most are a chain moved so before: neighbours move
-    /// together, and are not linked again.
-    pub(crate) fn raise(&mut self, ids: &[u32], mut standing: impl FnMut(&SlotEntry) -> Standing) {
+    /// Moves entries, none of them in a free list, to the heads of lists of the policy, one after the other.
+    /// `standing` returns the new standing and place of each. Most are a chain moved so before: neighbours
+    /// move together, and are not linked again.
+    pub(crate) fn raise(
+        &mut self,
+        ids: &[u32],
+        mut standing: impl FnMut(&SlotEntry) -> (Standing, ListPlace),
+    ) {
         let mut moving: Option<Move> = None;
         for id in ids {
             let class = self.segments[self.entries.segment(*id)].class;
             let entry = self.entries.get_mut(*id);
             debug_assert!(entry.list_place() != ListPlace::Free, "a free slot has no sort");
-            let from = (entry.list_place() == ListPlace::Kept).then(|| Shelf::of_entry(entry, class));
+            let from = Shelf::of_entry(entry, class);
             if let Some(quotas) = &mut self.quotas {
                 quotas.leave_list(*id, entry);
             }
-            entry.standing = standing(entry);
-            entry.set_place(ListPlace::Kept);
+            let (standing, place) = standing(entry);
+            entry.standing = standing;
+            entry.set_place(place);
             if let Some(quotas) = &mut self.quotas {
                 quotas.entered(*id, entry, Spot::Head);
             }
-            let (to, link) = (Shelf::of_entry(entry, class), entry.link);
+            let to = Shelf::of_entry(entry, class).expect("its new place is a list of the policy");
+            let link = entry.link;
             let joins = |other: &mut Move| {
                 from.is_some() && (other.from, other.to) == (from, to) && other.run.extend(*id, link)
             };
@@ -134,11 +142,14 @@ mod tests {
     proptest! {
         #[test]
         fn together_is_one_after_the_other(
-            steps in prop::collection::vec((prop::collection::vec(0..BLOCKS, 1..8), 0..3u8, any::<bool>()), 0..60)
+            steps in prop::collection::vec(
+                (prop::collection::vec(0..BLOCKS, 1..8), 0..3u8, any::<bool>(), any::<bool>()),
+                0..60,
+            )
         ) {
             let (mut together, mut singly) = (slab(), slab());
             let mut chains: Vec<Vec<u32>> = vec![];
-            for (ids, turn, leave) in steps {
+            for (ids, turn, leave, on_device) in steps {
                 if leave {
                     together.0.move_to(ids[0], ListPlace::Detached);
                     singly.0.move_to(ids[0], ListPlace::Detached);
@@ -150,12 +161,13 @@ mod tests {
                 let sort = Sort::of_turn(0, 1 + turn);
                 let standing = |entry: &SlotEntry| {
                     let before = entry.standing.sort();
-                    Standing::new(if before.index() > sort.index() { before } else { sort }, 0)
+                    let place = if on_device { ListPlace::OnDevice } else { ListPlace::Kept };
+                    (Standing::new(if before.index() > sort.index() { before } else { sort }, 0), place)
                 };
                 together.0.raise(&chain, standing);
                 for id in &chain {
-                    let standing = standing(singly.0.entries.get(*id));
-                    singly.0.keep(*id, standing, Spot::Head);
+                    let (standing, place) = standing(singly.0.entries.get(*id));
+                    singly.0.put(*id, standing, place, Spot::Head);
                 }
                 prop_assert_eq!(lists(&mut together), lists(&mut singly));
                 chains.insert(0, chain);

@@ -11,7 +11,7 @@ const fn whole_number(most: u32, unit: &'static str, zero: &'static str) -> Valu
 }
 
 /// Every option.
-pub const OPTIONS: [EngineOption; 23] = [
+pub const OPTIONS: [EngineOption; 24] = [
     EngineOption {
         name: "socket",
         default: DefaultValue::AsServe,
@@ -62,6 +62,15 @@ pub const OPTIONS: [EngineOption; 23] = [
         meaning: "For models with several cache groups: blocks of a window are saved where requests are likely \
                   to continue, and before every multiple of this number of tokens. Lower it if prompts branch \
                   at other places.",
+    },
+    EngineOption {
+        name: "keep_copies",
+        default: DefaultValue::Text("yes"),
+        values: Values::OneOf(&["yes", "no"]),
+        meaning: "Whether copies of blocks in the engine's own cache stay as long as any others. `no`: they go \
+                  first, and blocks are saved again before the engine reuses them. More is found while the \
+                  engine lives, and less after its end. Only full attention in one cache group without KV \
+                  events.",
     },
     EngineOption {
         name: "model_id",

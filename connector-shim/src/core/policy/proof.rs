@@ -312,6 +312,22 @@ impl BlockProof {
         }
     }
 
+    /// True if the engine's block of full attention holds the KV of this key, or will once open steps are accepted.
+    pub(super) fn holds(&self, block: u32, key: &BlockHash) -> bool {
+        self.keys[0].get(block) == Some(key)
+    }
+
+    /// Keeps those blocks of full attention whose content no open step has filled: no refusal takes it back.
+    pub(super) fn retain_accepted(&self, blocks: &mut Vec<u32>) {
+        let open: HashSet<u32> = self
+            .open
+            .iter()
+            .flat_map(|open| &open.fills)
+            .flat_map(|fill| fill.blocks.iter().copied())
+            .collect();
+        blocks.retain(|block| self.keys[0].get(*block).is_some() && !open.contains(block));
+    }
+
     /// True if the engine's block still has that state of the request, from a step that was not passed over.
     pub(super) fn has_state(
         &self,

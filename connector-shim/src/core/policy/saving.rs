@@ -113,7 +113,7 @@ impl<H: SessionHost> EnginePolicy<H> {
         let end = full + usize::from(tail && part.tailed);
         let (mut posted, mut fresh) = (false, part.saved);
         // Blocks computed by the request in an earlier step were offered then; offering them says nothing of their use.
-        let used = if again { part.found.min(part.saved).min(full) } else { 0 };
+        let used = if again && !self.offers_late() { part.found.min(part.saved).min(full) } else { 0 };
         if let Some(checked) = checked {
             fresh = checked.end as usize;
             posted = self.save_checked(id, group, checked, step);
@@ -264,7 +264,7 @@ impl<H: SessionHost> EnginePolicy<H> {
 
     /// True if the engine's KV belongs to the namespace of the group's present connection. A new connection
     /// may be bound to another namespace. Only the first connection keeps saves until it is bound to any.
-    fn is_home(&self, group: usize) -> bool {
+    pub(super) fn is_home(&self, group: usize) -> bool {
         let group = &self.groups[group];
         let namespace = group.session.namespace();
         namespace == group.namespace && (namespace > 0 || self.weights == 0)
@@ -317,6 +317,7 @@ impl<H: SessionHost> EnginePolicy<H> {
         self.void_saves();
         self.check.forget_verdicts();
         self.proof.disown(&mut self.requests);
+        self.forget_device();
         for (_, request) in self.requests.live_mut() {
             request.answer = super::requests::LastAnswer::Nothing;
             request.parts.iter_mut().for_each(|part| part.saved = 0);

@@ -13,7 +13,7 @@ const FNV_BASIS: u32 = 0x811c_9dc5;
 const FNV_PRIME: u32 = 0x0100_0193;
 
 /// An engine's settings for its cache.
-#[derive(Copy, Clone, Debug, Default)]
+#[derive(Copy, Clone, Debug)]
 pub struct PolicyOptions {
     /// Whether the engine loads blocks.
     pub loads: bool,
@@ -30,6 +30,9 @@ pub struct PolicyOptions {
     pub tokens_per_step: u32,
     /// Another connector loads blocks, too.
     pub beside_others: bool,
+    /// True if a copy of a block in the engine's own cache is kept like any other. Otherwise such copies go
+    /// first, and blocks are offered again before the engine reuses them.
+    pub keep_copies: bool,
     /// The hash algorithm of block announcements to routers; `None`: no announcements; an inner `None`: an
     /// unknown algorithm.
     pub events: Option<Option<Algorithm>>,
@@ -124,6 +127,8 @@ pub struct OpenedStep {
     pub released: Vec<u32>,
     /// Blocks of before may be wrong: no request may find them in the engine's own cache.
     pub contradicted: bool,
+    /// Number of blocks, reused next by the engine, to hand in; 0: none, as mostly.
+    pub named: u32,
 }
 
 /// A load of a request.
@@ -189,6 +194,22 @@ pub struct EndedRequest {
 }
 
 // === impl Changes ===
+
+impl Default for PolicyOptions {
+    fn default() -> Self {
+        Self {
+            loads: false,
+            saves: false,
+            checks: CheckRate::default(),
+            strict_tokens: None,
+            drops_last_block: false,
+            tokens_per_step: 0,
+            beside_others: false,
+            keep_copies: true,
+            events: None,
+        }
+    }
+}
 
 impl Changes {
     /// True if the step has the state's block in a table of another request, or of another group.

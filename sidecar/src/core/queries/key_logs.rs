@@ -8,7 +8,7 @@ use shm_protocol::layout::{CHUNK_KEYS, LOG_KEYS};
 use shm_protocol::pool::SlotRef;
 use shm_protocol::request::{Append, LogKeys};
 use shm_protocol::source::Source;
-use tiers::dram::LeaseId;
+use tiers::dram::{EndedChain, LeaseId};
 
 use super::windows::Window;
 use super::{Context, Question, SessionId, Violation};
@@ -23,6 +23,9 @@ pub(crate) struct KeyLogs {
     pub(super) promised: BTreeSet<u32>,
     /// Number of keys in all logs; the arena bounds it.
     keys: usize,
+    /// True once a request has ended with its blocks on the engine's device: a block may have its parent there
+    /// alone.
+    pub(super) has_device: bool,
 }
 
 /// The keys of one request, in order.
@@ -46,6 +49,8 @@ pub(super) struct KeyLog {
     pub(super) asked_last: bool,
     /// `Some` while its questions may wait for a producer.
     pub(super) window: Option<Window>,
+    /// `Some` once its request has ended: its blocks are on the engine's device, and saved as they leave it.
+    pub(super) ended: Option<EndedChain>,
 }
 
 /// The lease granted by a query.

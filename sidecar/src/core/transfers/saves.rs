@@ -15,6 +15,7 @@ use shm_protocol::message::Saved;
 use shm_protocol::pool::SlotRef;
 use shm_protocol::request::{self, Cancel};
 use tiers::FillError;
+use tiers::dram::EndedChain;
 
 pub(super) use self::phases::SaveEvent;
 use self::phases::{SavePhase, Search};
@@ -50,6 +51,16 @@ pub(super) struct UnboundSave {
     blocks: Vec<(BlockHash, Option<u32>)>,
     /// True if the last block is a prompt's tail: any bytes may lie behind its tokens.
     tail: bool,
+    device: DeviceBlocks,
+}
+
+/// The blocks of a save on the engine's device.
+#[derive(Copy, Clone, Debug)]
+struct DeviceBlocks {
+    /// `Some` if they are about to leave the device: their ended request, and the place of the first one in it.
+    leaving: Option<(EndedChain, usize)>,
+    /// True if the block before one of them may be there alone.
+    has_parents: bool,
 }
 
 /// One SAVE message, from its binding to its completion.
@@ -67,6 +78,7 @@ pub(super) struct Save {
     keys: Vec<BlockHash>,
     /// True if the last key is of a prompt's tail.
     tail: bool,
+    device: DeviceBlocks,
     /// Blocks with a slot.
     blocks: Vec<SaveBlock>,
     phase: SavePhase,
@@ -150,7 +162,10 @@ impl Transfers {
             false => Acceptance::Refused,
         };
         let tail = queries.ends_with_tail(session, asked);
-        let save = UnboundSave { posted, step, acceptance, before, checked, handover, blocks, tail };
+        let (ended, has_parents) = queries.on_device(session, asked.keys.log);
+        let leaving = ended.map(|chain| (chain, asked.keys.from as usize));
+        let device = DeviceBlocks { leaving, has_parents };
+        let save = UnboundSave { posted, step, acceptance, before, checked, handover, blocks, tail, device };
         let too_many = !pending.may_want(save.blocks.len());
         match base.engines[session].binding() {
             _ if base.cx.draining || too_many => self.drop_save(key, &save, &mut base.cx),
@@ -168,7 +183,8 @@ impl Transfers {
 
     /// Takes a save of a bound engine, to be begun with its step. Blocks already kept need no copy.
     fn accept_save(&mut self, key: OpKey, binding: Binding, asked: UnboundSave, base: &mut Base) {
-        let UnboundSave { posted, step, acceptance, before, checked, handover, blocks: asked, tail } = asked;
+        let UnboundSave { posted, step, acceptance, before, checked, handover, blocks: asked, tail, device } =
+            asked;
         let keys: Vec<BlockHash> = asked.iter().map(|(hash, _)| *hash).collect();
         let compares = |place| checked && is_chosen(place, keys.len(), binding.block_bytes());
         let is_refused = acceptance == Acceptance::Refused;
@@ -180,7 +196,8 @@ impl Transfers {
             match block {
                 // vLLM's null block: it never holds a request's KV.
                 Some(0) => end.dropped += 1,
-                Some(_) if !compares(index) && is_kept(&binding, hash, base) => {
+                Some(_) if device.leaving.is_some() && leaves_kept(&binding, hash, base) => end.present += 1,
+                Some(_) if !compares(index) && device.leaving.is_none() && is_kept(&binding, hash, base) => {
                     end.present += 1;
                     if handover.is_some() {
                         base.cx.keep(&binding.block_key(&hash), &binding, None);
@@ -195,7 +212,7 @@ impl Transfers {
                 None => end.cancelled += 1,
             }
         }
-        if end.present > 0 {
+        if end.present > 0 && device.leaving.is_none() {
             base.cx.dram.use_run(binding.namespace, &keys);
         }
         let aim = match (checked, commits) {
@@ -217,6 +234,7 @@ impl Transfers {
             before,
             keys,
             tail,
+            device,
             blocks,
             phase,
             search,
@@ -387,7 +405,9 @@ impl Transfers {
             }
             Err(error @ (FillError::Present | FillError::Filling)) => {
                 save.end.present += 1;
-                if error == FillError::Present {
+                if error == FillError::Present && save.device.leaving.is_some() {
+                    leaves_kept(&save.binding, hash, base);
+                } else if error == FillError::Present {
                     if save.handover.is_some() {
                         base.cx.keep(&key, &save.binding, None);
                     }
@@ -470,4 +490,10 @@ fn is_kept(binding: &Binding, hash: BlockHash, base: &mut Base) -> bool {
         base.sources.tell_tiers(Notice::Offered(key, None, binding), &mut base.cx);
     }
     kept
+}
+
+/// True if a block about to leave the engine's device is kept. From now on it is judged like any other. This is
+/// no use of it.
+fn leaves_kept(binding: &Binding, hash: BlockHash, base: &mut Base) -> bool {
+    base.cx.dram.leave_device(binding.namespace, &[hash]) == 1
 }

@@ -72,6 +72,11 @@ impl Blocks {
         block
     }
 
+    /// Returns the blocks that are likely to be taken next.
+    pub(super) fn next_taken(&self, count: u32) -> Vec<u32> {
+        self.free.iter().rev().take(count as usize).copied().collect()
+    }
+
     /// Removes a user from each of these blocks, except from the null block.
     pub(super) fn release(&mut self, blocks: &[u32]) {
         for block in blocks.iter().filter(|block| **block != NULL_BLOCK) {

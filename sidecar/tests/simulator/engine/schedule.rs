@@ -235,7 +235,9 @@ impl Scheduler {
                 scheduled.map(|work| (work.end - self.requests[&id].computed) as u32 * WORD_TOKENS);
             due.push(Due { request, scheduled });
         }
-        let step = self.policy.end_step(&due, self.scheduled.len());
+        let named = self.blocks.next_taken(opened.named);
+        ctx.cover.add("engine named blocks to be reused next", named.len() as u64);
+        let step = self.policy.end_step(&due, self.scheduled.len(), &named);
         self.note_policy(&step, ctx);
         self.refresh(ctx);
         self.hand_over(step, shared, ctx);

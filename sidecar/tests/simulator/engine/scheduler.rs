@@ -134,6 +134,7 @@ impl Scheduler {
             saves: true,
             checks: model.checks,
             tokens_per_step: WORD_TOKENS,
+            keep_copies: model.keep_copies || !model.caches,
             ..PolicyOptions::default()
         };
         let full = GroupForm {
@@ -196,10 +197,11 @@ impl Scheduler {
         self.requests.is_empty()
     }
 
-    /// True if every log is closed, every save has ended, and no block is held for a save.
+    /// True if every log of a request that goes on is closed, every save has ended, and no block is held for a save.
     pub(super) fn settled(&self) -> bool {
         let mut sessions = (0..self.policy.groups()).map(|group| self.policy.view(group));
-        sessions.all(|session| session.logs() == 0 && session.saving() == 0) && self.blocks.are_unused()
+        let ended = self.policy.ended_logs();
+        sessions.all(|session| session.logs() == ended && session.saving() == 0) && self.blocks.are_unused()
     }
 
     /// Checks that no block is in use.

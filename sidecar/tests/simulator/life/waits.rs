@@ -28,7 +28,9 @@ impl Waits {
                         // A further query of the log has only the rest of the time.
                         self.0.entry((*session, keys.log)).or_insert((*op, now)).0 = *op;
                     }
-                    SchedulerRequest::Release { log } | SchedulerRequest::Close { log, .. } => {
+                    SchedulerRequest::Release { log }
+                    | SchedulerRequest::Ended { log, .. }
+                    | SchedulerRequest::Close { log, .. } => {
                         self.0.remove(&(*session, *log));
                     }
                     SchedulerRequest::Salt { .. } | SchedulerRequest::Weights { .. } => self.end(*session),

@@ -86,7 +86,7 @@ fn a_chain_is_sorted_by_how_its_last_answer_ended() {
     let mut dram = tier(20);
     let chain: Vec<u64> = (0..40).collect();
     let mut turn = |end: usize, way| {
-        request_ending(&mut dram, &chain[..end], Ending { way, last: false });
+        request_ending(&mut dram, &chain[..end], Ending { way, ..Ending::default() });
         [0, end as u64 - 1].map(|number| sort(&dram, number))
     };
     let [tool, person] = [1, 2];
@@ -101,7 +101,7 @@ fn what_nobody_goes_on_from_goes_next_and_what_others_share_stays() {
     let chain = |user: u64| (0..2).chain(user * 100..user * 100 + 3).collect::<Vec<u64>>();
     request(&mut dram, &[0, 1]);
     for user in 1..3 {
-        request_ending(&mut dram, &chain(user), Ending { way: 1, last: user == 2 });
+        request_ending(&mut dram, &chain(user), Ending { way: 1, last: user == 2, ..Ending::default() });
     }
     let evicted = dram.stats().evicted_blocks_total;
     for number in 1000.. {

@@ -26,15 +26,19 @@ const UNACCEPTED_MAX: Duration = Duration::from_secs(30);
 // === impl Save ===
 
 impl Save {
-    /// Commits a block behind its parent: the tier never drops a parent before its child. Parentless blocks
-    /// may have a parent never saved. Returns false if the block cannot be kept.
+    /// Commits a block behind its parent: the tier never drops a parent before its child. The parent of a
+    /// parentless block may be saved never, and that of a block on the engine's device later. Returns false if the block cannot be kept.
     fn commit(&self, block: &SaveBlock, dram: &mut Dram) -> bool {
-        match self.parent(block) {
-            Some(parent) if self.binding.parentless => {
-                dram.commit_apart(block.slot, &self.binding.block_key(&parent))
+        let parent = self.parent(block).map(|hash| self.binding.block_key(&hash));
+        match (parent, self.device.leaving) {
+            (parent, Some((chain, first))) => {
+                dram.commit_left(block.slot, parent.as_ref(), chain, first + block.index as usize)
             }
-            Some(parent) => dram.commit_behind(block.slot, &self.binding.block_key(&parent)),
-            None => dram.commit(block.slot),
+            (Some(parent), None) if self.binding.parentless || self.device.has_parents => {
+                dram.commit_apart(block.slot, &parent)
+            }
+            (Some(parent), None) => dram.commit_behind(block.slot, &parent),
+            (None, None) => dram.commit(block.slot),
         }
     }
 

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-# For the engine of the prompt.
-TO_COMPUTE = {"do_remote_decode": True, "do_remote_prefill": False}
-
 
 def register_connector(name: str) -> None:
     """Adds the row. ImportError: this Dynamo has no such table."""
@@ -23,7 +20,7 @@ def register_connector(name: str) -> None:
 
         def prefill_request_kv_transfer_params(self) -> dict[str, Any]:
             """Params of the prefill request."""
-            return dict(TO_COMPUTE)
+            return {"do_remote_decode": True, "do_remote_prefill": False}
 
         def decode_request_kv_transfer_params(self, prefill_response: Any) -> dict[str, Any]:
             """Params of the decode request, from the answer to the prefill request."""

@@ -206,7 +206,9 @@ class Scheduler:
         begun, grown = self._tables(output)
         copied, filled = list(getattr(output, "kv_cache_block_copies", None) or ()), output.new_block_ids_to_zero or []
         offered = self._offered(output) if self._states else []
-        due, released, contradicted, count = self._policy.begin_step(begun, grown, filled, self._encoded(output), offered, copied)
+        due, released, contradicted, count = self._policy.begin_step(
+            begun, grown, filled, self._encoded(output), offered, copied
+        )
         self._give_back(released)
         if contradicted:
             self._forget_cached()
@@ -332,11 +334,11 @@ class Scheduler:
             logger.warning("pillion: %s", notice)
         for is_error, text, number in remarks:
             if number is not None:
-                request = self._requests.get(number)
-                text %= request.request_id if request else number
+                text %= getattr(self._requests.get(number), "request_id", number)
             (logger.error if is_error else logger.warning)("pillion: %s", text)
         for record in records:
-            self._records.keep(*vllm_compat.recorded_words(self._requests[record[0]]), record)
+            request = self._requests[record[0]]
+            self._records.keep(request.request_id, getattr(request, "trace_headers", None), record)
 
     # --- vLLM's blocks ---
 

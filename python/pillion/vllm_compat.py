@@ -463,10 +463,9 @@ def hold_block(pool: BlockPool, block: int) -> bool:
 
 def next_reused(pool: BlockPool, count: int) -> list[int]:
     """The `count` blocks that vLLM reuses next, in that order."""
-    found, block = [], pool.free_block_queue.fake_free_list_head.next_free_block
-    while block is not None and block.block_id >= 0 and len(found) < count:
+    found, block = [], pool.free_block_queue.fake_free_list_head
+    while len(found) < count and (block := block.next_free_block) is not None and block.block_id >= 0:
         found.append(block.block_id)
-        block = block.next_free_block
     return found
 
 
@@ -591,11 +590,6 @@ def block_hashes(request: Any) -> list[bytes]:
     """vLLM's hashes of a request, one for each `hash_tokens`."""
     hashes: list[bytes] = request.block_hashes
     return hashes
-
-
-def recorded_words(request: Any) -> tuple[str, Mapping[str, str] | None]:
-    """vLLM's name of a request, and its trace as HTTP headers."""
-    return request.request_id, getattr(request, "trace_headers", None)
 
 
 def watch_resets(pool: Any, begins: Callable[[], None], told: Callable[[bool], None]) -> None:

@@ -1,9 +1,13 @@
-"""Several conversations in few KV blocks: the engine takes blocks back all the time, and saves must be quicker."""
+"""Several conversations in few KV blocks: the engine takes blocks back all the time, and saves must be quicker.
+
+Blocks of ended requests are saved again before the engine reuses them where copies are not kept beside them."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+
+import pytest
 
 from testkit import engine, prompts, sidecar
 
@@ -19,11 +23,13 @@ LOST_PERCENT_MAX = 5
 PLAYS_MAX = 3
 
 
-def test_few_saves_are_lost(options: engine.Options, plain: engine.Engine, tmp_path: Path) -> None:
+@pytest.mark.parametrize("keep_copies", ["yes", "no"])
+def test_few_saves_are_lost(options: engine.Options, plain: engine.Engine, tmp_path: Path, keep_copies: str) -> None:
     """Every turn finds the turns before it in the cache; next to no block is reused before it is saved."""
     lost_percents: list[float] = []
     while len(lost_percents) < PLAYS_MAX:
-        lost_percents.append(_lost_percent(options, plain, tmp_path, seed=1_000 * len(lost_percents)))
+        own = dataclasses.replace(options, extra={"pillion.keep_copies": keep_copies})
+        lost_percents.append(_lost_percent(own, plain, tmp_path, seed=1_000 * len(lost_percents)))
         if lost_percents[-1] < LOST_PERCENT_MAX:
             return
     raise AssertionError(f"percent of the saves that were lost to reuse, by play: {lost_percents}")

@@ -62,7 +62,7 @@ class Policy:
 
     def end_step(self, due: list[Any], computes: int, named: list[int]) -> tuple[Any, ...]:
         """The next step, without work for the ranks."""
-        self.calls.append(("end_step", (due, computes)))
+        self.calls.append(("end_step", (due, computes, named)))
         return next(self._steps), [([], [], False)], False, True, [], [], 0
 
     def told(self, name: str) -> list[tuple[Any, ...]]:

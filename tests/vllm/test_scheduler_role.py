@@ -146,6 +146,27 @@ def test_after_a_difference_no_block_of_before_is_found_or_kept(engine: Played, 
     assert block.block_hash is None
 
 
+# --- blocks reused next ---
+
+
+def test_the_policy_is_named_the_blocks_that_vllm_reuses_next(engine: Played) -> None:
+    """In vLLM's order, and only where the policy asks for them."""
+    role, policy = engine
+    pool = BlockPool(16, True, BLOCK_TOKENS)
+    used = pool.get_new_blocks(12)
+    pool.free_blocks(reversed(used[:6]))
+    role.bind(pool)
+    played.step(role)
+    policy.answers["begin_step"] = ([], [], False, 5)
+    played.step(role)
+    policy.answers["begin_step"] = ([], [], False, 100)
+    played.step(role)
+    none, some, every = [named for *_, named in policy.told("end_step")]
+    assert none == []
+    assert some == every[:5]
+    assert every == [block.block_id for block in pool.get_new_blocks(9)]
+
+
 # --- the connector around the role ---
 
 

@@ -36,6 +36,8 @@ PATHS = [
     ("auto", "sidecar", "full"),
     ("async", "sidecar", "full-drafts"),
 ]
+# Copies of blocks in the engine's own cache go first, and are made again.
+PATHS += [("async", "engine", "full-once"), ("auto", "sidecar", "full-once-drafts")]
 # With windows vLLM frees blocks while requests run. Every load is asynchronous there.
 PATHS += [("sync", "engine", "window"), ("auto", "sidecar", "window-drafts")]
 # Windows beside full attention, in groups with blocks of one pool.
@@ -49,6 +51,7 @@ PATHS += [("auto", "engine", "mixed-within"), ("auto", "sidecar", "mixed-within"
 # So few blocks that the engine preempts.
 KINDS: dict[str, dict[str, Any]] = {
     "full": {"kind": "full", "blocks": 24},
+    "full-once": {"kind": "full", "blocks": 40},
     "window": {"kind": "window", "window": 50, "blocks": 24},
     "set": {"kind": "set", "window": 50, "blocks": 48},
     "set-of-sizes": {"kind": "set", "window": 50, "larger": 2, "blocks": 34},
@@ -56,7 +59,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "mixed-within": {"kind": "mixed", "window": 50, "blocks": 100, "match_tokens": 8},
 }
 # A step computes drafts, too. The KV of rejected ones lies in the blocks until the next step.
-KINDS |= {f"{kind}-drafts": KINDS[kind] | {"drafts": 3} for kind in ("full", "window", "set", "mixed")}
+KINDS |= {f"{kind}-drafts": KINDS[kind] | {"drafts": 3} for kind in ("full", "full-once", "window", "set", "mixed")}
 KINDS["set-eagle"] = KINDS["set-drafts"] | {"drafter": "eagle"}
 SETS = ("set", "mixed")
 SET_TESTS = sum(KINDS[kind]["kind"] in SETS for _, _, kind in PATHS) * len(RELEASES) * len(SCHEDULERS)
@@ -106,7 +109,8 @@ def _play(
     first = _first_seed(stage, path)
     # Smaller than the saves of the plays: the sidecar evicts too.
     with sidecar.serving(stage.directory, dram="8MiB") as keeper:
-        (connector,) = by_load(keeper, load, **SETTINGS, **{"pillion.copy": copy})
+        copies = "no" if "once" in kind else "yes"
+        (connector,) = by_load(keeper, load, **SETTINGS, **{"pillion.copy": copy, "pillion.keep_copies": copies})
         while total["steps"] < max(least, 1) or (rounds < most and not keeper.metrics()["pillion_checks_total"]):
             rounds += 1
             known = [first] if ALONE else list(range(first, first + SEEDS))

@@ -2,8 +2,10 @@
 //! sidecar fills it; LRU lives here alone. No block memory exists. The last line is JSON.
 //!
 //! Arguments: `NAME FILE` replays a trace, a line for each request (`benches/policy.py` makes it), in rooms
-//! of several sizes, also behind a GPU's cache (`NAME_gpu_`) and with prompts computed in steps
-//! (`NAME_chunked_`), beside a clairvoyant. `generated` adds traces with several seeds, and prints least,
+//! of several sizes, also behind a GPU's cache (`NAME_gpu_`), where copies of that cache's blocks go first
+//! (`NAME_once_`), and with prompts computed in steps (`NAME_chunked_`), beside a clairvoyant.
+//! `NAME_restart_ROOM_kept` and `_once` are the shares of the tenth of the requests after a restart of the engine
+//! in the middle. `generated` adds traces with several seeds, and prints least,
 //! median and most:
 //!
 //! - `zipf`: single blocks out of 100,000, requested with probability 1/rank^0.9; room for 1 % or 10 % of

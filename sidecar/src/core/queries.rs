@@ -490,6 +490,8 @@ fn end_request(
     // The forecaster replays leading runs alone.
     if !log.asked_last {
         let (block_bytes, asked) = (binding.block_bytes(), log.first_asked.clone().unwrap_or_default());
+        // The forecaster knows no device.
+        let ending = Ending { on_device: false, ..ending };
         base.cx.ended.push(FinishedRequest { namespace, block_bytes, keys, asked, ending });
     }
     ended

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use shm_protocol::key::{BlockHash, BlockKey};
 use shm_protocol::pool::{SlotRef, slot_count};
-use tiers::dram::{BlockAccount, Dram, DramConfig, EndedChain, Ending, HolderId};
+use tiers::dram::{BlockAccount, Dram, DramConfig, EndedChain, Ending};
 
 /// A chain of blocks, as in one request.
 pub(crate) type Chain = Vec<BlockHash>;
@@ -168,7 +168,18 @@ impl Tier {
 
     /// Makes a tier whose copies of the GPU's blocks go first.
     pub(crate) fn once(blocks: usize) -> Self {
-        Self { on_device: Some(HashMap::new()), ..Self::new(blocks) }
+        let mut tier = Self { on_device: Some(HashMap::new()), ..Self::new(blocks) };
+        tier.whose.holder = tier.dram.enter_holder();
+        tier
+    }
+
+    /// Ends the engine, with the GPU's cache, and begins another one.
+    pub(crate) fn restart_engine(&mut self) {
+        if let Some(on_device) = &mut self.on_device {
+            on_device.clear();
+            self.dram.leave_holder(self.whose.holder);
+            self.whose.holder = self.dram.enter_holder();
+        }
     }
 
     /// Makes a tier for prompts computed, and saved, in steps.
@@ -233,7 +244,7 @@ impl Cache for Tier {
             next = end;
         }
         let ending = Ending { on_device: self.on_device.is_some(), ..*ending };
-        let ended = self.dram.end_chain(HolderId::NOBODY, 0, chain, ending);
+        let ended = self.dram.end_chain(self.whose.holder, 0, chain, ending);
         if let Some(on_device) = &mut self.on_device {
             let parents = std::iter::once(None).chain(chain.iter().copied().map(Some));
             on_device.extend(

@@ -77,6 +77,25 @@ fn replay<C: Cache + ?Sized>(
     found as f64 / asked as f64
 }
 
+/// Returns the share of blocks found by the tenth of the requests after an engine's restart in the middle.
+fn share_after_restart(mut tier: Tier, requests: &[Request], gpu_blocks: usize) -> f64 {
+    let (middle, mut gpu) = (requests.len() / 2, Lru::new(gpu_blocks));
+    let (mut asked, mut found) = (0, 0);
+    for (at, request) in requests.iter().enumerate().take(middle + requests.len() / 10) {
+        if at == middle {
+            gpu = Lru::new(gpu_blocks);
+            tier.restart_engine();
+        }
+        let in_gpu = gpu.request(request, 0);
+        tier.leave_device(&std::mem::take(&mut gpu.dropped));
+        let hits = tier.request(request, in_gpu);
+        if at >= middle {
+            (asked, found) = (asked + request.chain.len(), found + hits);
+        }
+    }
+    found as f64 / asked as f64
+}
+
 fn replay_tier(mut tier: Tier, requests: &[Request], gpu_blocks: usize) -> Replayed {
     let mut worst: f64 = 0.0;
     let share = replay(&mut tier, requests, gpu_blocks, |tier, so_far, gpu| {
@@ -94,6 +113,12 @@ impl Report {
         self.rooms(name, requests, |_| 0, Tier::new);
         self.rooms(&format!("{name}_gpu"), requests, |room| room / ROOM_BY_GPU, Tier::new);
         self.rooms(&format!("{name}_once"), requests, |room| room / ROOM_BY_GPU, Tier::once);
+        for room in ROOMS.into_iter().filter(|room| *room <= ROOM_OF_GAIN_MAX) {
+            for (kind, tier) in [("kept", Tier::new as fn(usize) -> Tier), ("once", Tier::once)] {
+                let share = share_after_restart(tier(room), requests, room / ROOM_BY_GPU);
+                self.say(&format!("{name}_restart_{room}_{kind}"), share);
+            }
+        }
         self.rooms(&format!("{name}_once"), requests, |room| room / ROOM_BY_GPU, Tier::once);
         self.rooms(&format!("{name}_chunked"), requests, |_| 0, Tier::chunked);
     }

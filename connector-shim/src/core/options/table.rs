@@ -69,8 +69,7 @@ pub const OPTIONS: [EngineOption; 24] = [
         values: Values::OneOf(&["yes", "no"]),
         meaning: "Whether copies of blocks in the engine's own cache stay as long as any others. `no`: they go \
                   first, and blocks are saved again before the engine reuses them. More is found while the \
-                  engine lives, and less after its end. Only full attention in one cache group without KV \
-                  events.",
+                  engine lives, and less after its end. Only models with full attention in one cache group.",
     },
     EngineOption {
         name: "model_id",

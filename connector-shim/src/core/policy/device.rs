@@ -130,15 +130,13 @@ impl DeviceBlocks {
 // === impl EnginePolicy: blocks on the device ===
 
 impl<H: SessionHost> EnginePolicy<H> {
-    /// True if copies of the engine's own blocks may go first. Blocks of windows and states leave the engine's cache in another order, and events
-    /// name the tokens of a block by its request at work.
+    /// True if copies of the engine's own blocks may go first. Blocks of windows and states leave the engine's cache in another order.
     fn keeps_once(&self) -> bool {
         !self.options.keep_copies
             && self.options.saves
             && !self.set.several()
             && self.set.forms[0].kind == GroupKind::Full
             && self.set.forms[0].window == 0
-            && self.groups[0].events.is_none()
     }
 
     /// True if a request's blocks found in the engine's own cache are offered when they leave it, and not before.

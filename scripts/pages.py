@@ -13,9 +13,9 @@ from urllib.parse import unquote
 from texts import FENCE, HTML_COMMENT, LINK, SPAN
 
 SUMMARY = Path("docs/SUMMARY.md")
-# The index of the decisions: tables, each row with a link in its first cell.
+# The index of the decisions: lists, each item a link.
 DECISIONS = Path("docs/decisions/README.md")
-DECISION = re.compile(r"^\| (\[.*?\]\([^)\s]+\)) \|", re.MULTILINE)
+DECISION = re.compile(r"^- (\[.*?\]\([^)\s]+\))$", re.MULTILINE)
 HEADING = re.compile(r"^#{1,6} +(.*?) *#*$", re.MULTILINE)
 # The target of a link; and links out of the repository.
 TARGET = re.compile(r"\]\(([^)\s]+)\)")

@@ -81,7 +81,7 @@ def test_a_page_that_is_no_chapter_is_named(pages: ModuleType, tmp_path: Path) -
 def test_the_decisions_are_chapters_below_their_list(pages: ModuleType, tmp_path: Path) -> None:
     write(tmp_path, SUMMARY="- [a](a.md)\n  - [d](decisions/README.md)\n- [r](../README.md)\n", a="")
     (tmp_path / "docs/decisions").mkdir()
-    rows = "| decision | reason |\n|---|---|\n| [one](0001-one.md) | see [a](../a.md) |\n| [`two`](0002-two.md) | b |\n"
+    rows = "- [one](0001-one.md)\n- [`two`](0002-two.md)\n- See [a](../a.md)\n"
     (tmp_path / "docs/decisions/README.md").write_text(f"See [a](../a.md).\n\n{rows}")
     assert pages.contents(tmp_path).splitlines() == [
         "- [a](docs/a.md)",

@@ -2,15 +2,15 @@
 
 use std::io::Write;
 use std::net::TcpListener;
-use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use crate::client::sidecar::Sidecar;
-use crate::client::{Session, in_time, now, watch};
+use crate::client::{Session, WATCHDOG, in_time, now, watch};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use shm_protocol::transport;
 
 /// A sidecar killed within this time ends process 1 too: less than its 5 s.
 const STARTING: Duration = Duration::from_secs(4);
@@ -118,9 +118,7 @@ fn a_sidecar_that_fails_once_it_has_served_is_started_again_in_its_container() {
     kill(container.sidecar, Signal::SIGKILL).unwrap();
     let next = || child_of(container.init).filter(|child| *child != container.sidecar);
     watch("another sidecar", next);
-    // A SEQPACKET socket with a listener refuses a stream for its type alone.
-    let listens = || UnixStream::connect(&container.unshare.socket).err()?.raw_os_error();
-    watch("its socket", || listens().filter(|errno| *errno == nix::libc::EPROTOTYPE));
+    watch("its socket", || transport::connect_socket(&container.unshare.socket, WATCHDOG).ok());
     let session = container.session();
     kill(container.init, Signal::SIGTERM).unwrap();
     assert_eq!(container.end(), Some(0));

@@ -17,6 +17,13 @@ pub(crate) struct Request {
     pub(crate) ending: Ending,
 }
 
+/// The rank of a block on the GPU, and the blocks before and after it in its ended request.
+#[derive(Copy, Clone)]
+struct LeavingBlock {
+    rank: (EndedChain, usize),
+    kin: [Option<BlockHash>; 2],
+}
+
 const SEGMENT_BYTES: u64 = 2 << 20;
 /// Five to a segment, so a pool has room for exactly a multiple of five blocks.
 pub(crate) const BLOCK_BYTES: u64 = 400_000;
@@ -63,7 +70,7 @@ pub(crate) struct Tier {
     /// Slots being filled, with their places in the chain.
     slots: Vec<(usize, SlotRef)>,
     /// The ended request, place and parent of blocks on the GPU, if they are kept once alone.
-    on_device: Option<HashMap<BlockHash, (EndedChain, usize, Option<BlockHash>)>>,
+    on_device: Option<HashMap<BlockHash, LeavingBlock>>,
 }
 
 // === impl Request ===
@@ -246,14 +253,11 @@ impl Cache for Tier {
         let ending = Ending { on_device: self.on_device.is_some(), ..*ending };
         let ended = self.dram.end_chain(self.whose.holder, 0, chain, ending);
         if let Some(on_device) = &mut self.on_device {
-            let parents = std::iter::once(None).chain(chain.iter().copied().map(Some));
-            on_device.extend(
-                chain
-                    .iter()
-                    .zip(parents)
-                    .enumerate()
-                    .map(|(at, (hash, parent))| (*hash, (ended, at, parent))),
-            );
+            for (at, hash) in chain.iter().enumerate() {
+                let kin =
+                    [at.checked_sub(1), Some(at + 1)].map(|at| at.and_then(|at| chain.get(at)).copied());
+                on_device.insert(*hash, LeavingBlock { rank: (ended, at), kin });
+            }
         }
         began_on
     }
@@ -261,12 +265,10 @@ impl Cache for Tier {
     fn leave_device(&mut self, leaving: &[BlockHash]) {
         let key = |hash| BlockKey { namespace: 0, group: 0, hash };
         for hash in leaving {
-            let Some((ended, at, parent)) = self.on_device.as_mut().and_then(|known| known.remove(hash))
-            else {
-                continue;
-            };
+            let known = self.on_device.as_mut().and_then(|known| known.remove(hash));
+            let Some(LeavingBlock { rank, kin }) = known else { continue };
             match self.dram.begin_fill(key(*hash), BLOCK_BYTES, self.whose) {
-                Ok(slot) => assert!(self.dram.commit_left(slot, parent.map(key).as_ref(), ended, at)),
+                Ok(slot) => assert!(self.dram.commit_left(slot, kin.map(|hash| hash.map(key)), rank)),
                 Err(_) => assert_eq!(self.dram.leave_device(0, &[*hash]), 1),
             }
             self.dram.drain_evicted().for_each(drop);

@@ -119,7 +119,6 @@ impl Report {
                 self.say(&format!("{name}_restart_{room}_{kind}"), share);
             }
         }
-        self.rooms(&format!("{name}_once"), requests, |room| room / ROOM_BY_GPU, Tier::once);
         self.rooms(&format!("{name}_chunked"), requests, |_| 0, Tier::chunked);
     }
 

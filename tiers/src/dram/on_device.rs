@@ -19,18 +19,20 @@ impl Dram {
     }
 
     /// Ends the filling of a block, copied before its holder's device reuses it: its rank is that of the block at
-    /// `place` of an ended chain.
+    /// `place` of an ended chain. `kin`: the blocks before and after it there. The latter mostly left before.
     pub fn commit_left(
         &mut self,
         slot: SlotRef,
-        parent: Option<&BlockKey>,
-        chain: EndedChain,
-        place: usize,
+        kin: [Option<BlockKey>; 2],
+        (chain, place): (EndedChain, usize),
     ) -> bool {
-        let parent = parent.and_then(|key| match self.parent(key) {
-            Parent::Kept(id) => Some(id),
-            _ => None,
-        });
-        self.commit_in(slot, Parent::Left(parent, chain.standing(place)))
+        let kept = |key: BlockKey| self.find_committed(key.namespace, key.group, &key.hash);
+        let [parent, child] = kin.map(|key| key.and_then(kept));
+        let id = self.slab.find_slot(slot);
+        let committed = self.commit_in(slot, Parent::Left(parent, chain.standing(place)));
+        if let (Some(id), Some(child)) = (id.filter(|_| committed), child) {
+            self.slab.adopt_child(id, child);
+        }
+        committed
     }
 }

@@ -1,7 +1,9 @@
 //! Parents and children among kept blocks: a parent goes after its children.
 //!
-//! An entry has the number of its parent's entry, and counts its children. A parent is filled before its children. If the parent's
-//! slot is filled again, its generation is higher than the child's, and the child has no parent any more.
+//! An entry has the number of its parent's entry, and counts its children. A parent is mostly filled before its children. If the
+//! parent's slot is filled again, its generation is higher than the child's, and the child has no parent any more. A parent filled
+//! later is marked in the child. If such a parent goes before the child, the next block in its slot may count a child too few, and go
+//! before one.
 
 use super::{Slab, SlotState};
 use crate::entries::SlotEntry;
@@ -10,14 +12,15 @@ use crate::list::NIL;
 // === impl Slab: kin ===
 
 impl Slab {
-    /// Makes a block the child of another, unless it has a parent or was filled before the other.
+    /// Makes a block the child of another, unless it has a parent.
     pub(crate) fn adopt_child(&mut self, parent: u32, child: u32) {
-        let before = self.entries.get(parent).generation;
-        let entry = self.entries.get_mut(child);
-        if entry.parent != NIL || before >= entry.generation {
+        if self.parent(child).is_some() {
             return;
         }
+        let generation = self.entries.get(parent).generation;
+        let entry = self.entries.get_mut(child);
         entry.parent = parent;
+        entry.claims.set_late_parent(generation > entry.generation);
         let entry = self.entries.get_mut(parent);
         match entry.children() {
             SlotEntry::CHILDREN_MAX => *self.many.get_mut(&parent).expect("counted from the third on") += 1,
@@ -37,11 +40,10 @@ impl Slab {
             self.many.remove(&child);
         }
         entry.set_children(0);
-        let (parent, generation) = (std::mem::replace(&mut entry.parent, NIL), entry.generation);
-        let of_before = self.entries.get_or_vacant(parent);
-        let is_there = of_before.generation < generation
-            && matches!(of_before.state(), SlotState::Committed | SlotState::Removed);
-        if parent == NIL || !is_there {
+        let parent = std::mem::replace(&mut entry.parent, NIL);
+        let (child, before) = (self.entries.get(child), self.entries.get_or_vacant(parent));
+        let is_whole = matches!(before.state(), SlotState::Committed | SlotState::Removed);
+        if parent == NIL || !is_whole || !is_parent(before, child) {
             return None;
         }
         let entry = self.entries.get_mut(parent);
@@ -65,8 +67,7 @@ impl Slab {
     pub(crate) fn parent(&self, id: u32) -> Option<u32> {
         let entry = self.entries.get(id);
         let parent = self.entries.get_or_vacant(entry.parent);
-        let is_there = parent.generation < entry.generation && parent.is_committed();
-        is_there.then_some(entry.parent)
+        (parent.is_committed() && is_parent(parent, entry)).then_some(entry.parent)
     }
 
     /// Returns the number of a block's kept children.
@@ -75,5 +76,13 @@ impl Slab {
             SlotEntry::CHILDREN_MAX => self.many[&id],
             few => few.into(),
         }
+    }
+}
+
+/// True if the block in the slot of a child's parent is that parent, and no later one.
+fn is_parent(entry: &SlotEntry, child: &SlotEntry) -> bool {
+    match child.claims.has_late_parent() {
+        true => entry.generation > child.generation,
+        false => entry.generation < child.generation,
     }
 }

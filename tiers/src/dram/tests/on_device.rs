@@ -76,7 +76,7 @@ fn a_copy_made_at_the_end_has_the_rank_of_its_request() {
     save(&mut dram, engine, 20..24);
     assert_eq!(kept(&dram, 0..4), [], "they went first");
     let slot = dram.begin_fill(key(3), BYTES, whose).expect("room");
-    assert!(dram.commit_left(slot, Some(&key(2)), ended, 3), "its parent is on the device alone");
+    assert!(dram.commit_left(slot, [Some(key(2)), None], (ended, 3)), "its parent is on the device alone");
     let entry = |dram: &Dram, number| {
         let id = dram.find_committed(7, 0, &hash(number)).expect("kept");
         dram.slab.entries.get(id).standing
@@ -84,6 +84,30 @@ fn a_copy_made_at_the_end_has_the_rank_of_its_request() {
     let own = entry(&dram, 3);
     assert_eq!(own.sort(), entry(&dram, 10).sort());
     assert!(own.tick() < entry(&dram, 10).tick(), "its request is older than the last one");
+}
+
+#[test]
+fn a_parent_copied_after_its_child_goes_after_it() {
+    let mut dram = tier(2);
+    let engine = dram.enter_holder();
+    let whose = BlockAccount { holder: engine, quota: None };
+    save(&mut dram, engine, 0..3);
+    let ended = end_on_device(&mut dram, engine, 0..3);
+    save(&mut dram, engine, 10..16);
+    end_on_device(&mut dram, engine, 10..16);
+    assert_eq!(kept(&dram, 0..3), [0_u64; 0]);
+    for number in [2, 1, 0] {
+        let slot = dram.begin_fill(key(number), BYTES, whose).expect("room");
+        let before = number.checked_sub(1).map(key);
+        assert!(dram.commit_left(slot, [before, Some(key(number + 1))], (ended, number as usize)));
+        dram.drain_evicted().for_each(drop);
+    }
+    dram.use_run(7, &hashes(2..3));
+    let mut out = Vec::new();
+    dram.next_out(6 * BYTES, 6, &mut out);
+    let order: Vec<u64> =
+        out.iter().map(|leaving| leaving.key.hash.words()[0]).filter(|number| *number < 3).collect();
+    assert_eq!(order, [2, 1, 0], "though the first two are older than the last");
 }
 
 #[test]
@@ -141,7 +165,7 @@ proptest! {
                 3 => {
                     let whose = BlockAccount { holder: engine, quota: None };
                     if let Ok(slot) = dram.begin_fill(key(first + 1), BYTES, whose) {
-                        prop_assert!(dram.commit_left(slot, Some(&key(first)), ended, 1));
+                        prop_assert!(dram.commit_left(slot, [Some(key(first)), Some(key(first + 2))], (ended, 1)));
                     }
                 }
                 _ => dram.use_run(7, &hashes(first..end)),

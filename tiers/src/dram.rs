@@ -17,6 +17,7 @@ mod removal;
 mod walk;
 mod watch;
 
+use std::collections::HashMap;
 use std::hint::black_box;
 
 use shm_protocol::key::BlockKey;
@@ -46,6 +47,8 @@ use crate::watch::ChangeWatch;
 
 /// With this number of segments a pool wastes at most 1/32 of its bytes on a block size used once.
 const POOL_SEGMENTS: u64 = 32;
+/// The most parents waited for. Beyond it all are forgotten: such a parent may be evicted before its child.
+const ORPHANS_MAX: usize = 1 << 16;
 /// The smallest default segment: it holds the blocks of common models (up to 4 MiB less a page).
 const SEGMENT_BYTES_DEFAULT_MIN: u64 = 4 << 20;
 /// The largest default segment: its header area costs less than a thousandth.
@@ -113,6 +116,8 @@ pub struct Dram {
     assigned: Vec<Assigned>,
     /// Slots of removed blocks whose bytes stay for now.
     disowned: Vec<SlotRef>,
+    /// Blocks committed before their parents, by the parent's print.
+    orphans: HashMap<u64, Vec<SlotRef>>,
     /// Kept between calls, so no call allocates.
     chain: Vec<u32>,
     watch: ChangeWatch,
@@ -181,6 +186,7 @@ impl Dram {
             evicted: Vec::new(),
             assigned: Vec::new(),
             disowned: Vec::new(),
+            orphans: HashMap::new(),
             chain: Vec::new(),
             watch: ChangeWatch::default(),
             below: Below::default(),
@@ -350,11 +356,27 @@ impl Dram {
 
     /// Does the same for a block of use without its parent, if the parent is not there.
     pub fn commit_apart(&mut self, slot: SlotRef, parent: &BlockKey) -> bool {
-        let parent = match self.parent(parent) {
-            Parent::Lost => Parent::None,
-            parent => parent,
-        };
-        self.commit_in(slot, parent)
+        match self.parent(parent) {
+            Parent::Lost => self.commit_in(slot, Parent::None),
+            parent => self.commit_in(slot, parent),
+        }
+    }
+
+    /// Does the same for a block whose parent is committed later, if it is not there.
+    pub fn commit_before(&mut self, slot: SlotRef, parent: &BlockKey) -> bool {
+        let known = self.parent(parent);
+        let committed = self.commit_apart(slot, parent);
+        if committed && !matches!(known, Parent::Kept(_)) {
+            self.await_parent(slot, parent);
+        }
+        committed
+    }
+
+    fn await_parent(&mut self, child: SlotRef, parent: &BlockKey) {
+        if self.orphans.len() >= ORPHANS_MAX {
+            self.orphans.clear();
+        }
+        self.orphans.entry(KeyPrint::of_key(parent).bits()).or_default().push(child);
     }
 
     fn parent(&self, key: &BlockKey) -> Parent {
@@ -379,6 +401,10 @@ impl Dram {
         self.stats.blocks += 1;
         let print = self.print(id);
         self.policy.admit_block(&mut self.slab, id, print, parent);
+        for child in self.orphans.remove(&print.bits()).into_iter().flatten() {
+            let child = self.slab.find_slot(child).filter(|id| self.slab.entries.get(*id).is_committed());
+            child.into_iter().for_each(|child| self.slab.adopt_child(id, child));
+        }
         true
     }
 

@@ -298,7 +298,7 @@ impl Policy {
                 let mut parents = holders.filter_map(|id| queues.holder_lists(id)[SORTS_THAT_GO].tail());
                 return parents.next();
             };
-            if may_precede_children(slab.entries.get(first)) || slab.children(first) == 0 {
+            if slab.children(first) == 0 {
                 return Some(first);
             }
             let standing = slab.entries.get(first).standing;
@@ -359,11 +359,6 @@ impl EvictionCandidate {
 /// The lists with blocks that may go, in the order of their look-ups.
 fn lists_that_go() -> impl Iterator<Item = usize> + Clone {
     (0..SORTS_THAT_GO).rev().chain([ON_DEVICE])
-}
-
-/// True if a block may go before its children: its device has it still, and the children are found behind it.
-fn may_precede_children(entry: &SlotEntry) -> bool {
-    entry.list_place() == ListPlace::OnDevice
 }
 
 /// Lets pinned blocks at the tail of a holder's list leave it.

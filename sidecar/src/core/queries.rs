@@ -246,16 +246,10 @@ impl Queries {
         Ok(())
     }
 
-    /// Returns the ended request of a save's log, if it has ended on the engine's device, with the key behind
-    /// those of the save; and whether the device may have blocks with no copy.
-    pub(super) fn on_device(
-        &self,
-        session: SessionId,
-        keys: LogKeys,
-    ) -> (Option<(EndedChain, Option<BlockHash>)>, bool) {
-        let log = self.log(session, keys.log);
-        let after = log.keys.get(keys.end() as usize).copied();
-        (log.ended.map(|ended| (ended, after)), self.askers[&session].logs.has_device)
+    /// Returns the ended request of a save's log, if it has ended on the engine's device, and whether the
+    /// device may have blocks with no copy.
+    pub(super) fn on_device(&self, session: SessionId, log: u32) -> (Option<EndedChain>, bool) {
+        (self.log(session, log).ended, self.askers[&session].logs.has_device)
     }
 
     pub(super) fn query(

@@ -17,11 +17,11 @@ pub(crate) struct Request {
     pub(crate) ending: Ending,
 }
 
-/// The rank of a block on the GPU, and the blocks before and after it in its ended request.
+/// The rank of a block on the GPU, and the block before it in its ended request.
 #[derive(Copy, Clone)]
 struct LeavingBlock {
     rank: (EndedChain, usize),
-    kin: [Option<BlockHash>; 2],
+    parent: Option<BlockHash>,
 }
 
 const SEGMENT_BYTES: u64 = 2 << 20;
@@ -207,7 +207,7 @@ impl Tier {
         for (at, slot) in self.slots.drain(..) {
             assert!(match at {
                 0 => self.dram.commit(slot),
-                _ if self.on_device.is_some() => self.dram.commit_apart(slot, &key(at - 1)),
+                _ if self.on_device.is_some() => self.dram.commit_before(slot, &key(at - 1)),
                 _ => self.dram.commit_behind(slot, &key(at - 1)),
             });
         }
@@ -254,9 +254,8 @@ impl Cache for Tier {
         let ended = self.dram.end_chain(self.whose.holder, 0, chain, ending);
         if let Some(on_device) = &mut self.on_device {
             for (at, hash) in chain.iter().enumerate() {
-                let kin =
-                    [at.checked_sub(1), Some(at + 1)].map(|at| at.and_then(|at| chain.get(at)).copied());
-                on_device.insert(*hash, LeavingBlock { rank: (ended, at), kin });
+                let parent = at.checked_sub(1).map(|at| chain[at]);
+                on_device.insert(*hash, LeavingBlock { rank: (ended, at), parent });
             }
         }
         began_on
@@ -266,9 +265,9 @@ impl Cache for Tier {
         let key = |hash| BlockKey { namespace: 0, group: 0, hash };
         for hash in leaving {
             let known = self.on_device.as_mut().and_then(|known| known.remove(hash));
-            let Some(LeavingBlock { rank, kin }) = known else { continue };
+            let Some(LeavingBlock { rank, parent }) = known else { continue };
             match self.dram.begin_fill(key(*hash), BLOCK_BYTES, self.whose) {
-                Ok(slot) => assert!(self.dram.commit_left(slot, kin.map(|hash| hash.map(key)), rank)),
+                Ok(slot) => assert!(self.dram.commit_left(slot, parent.map(key).as_ref(), rank)),
                 Err(_) => assert_eq!(self.dram.leave_device(0, &[*hash]), 1),
             }
             self.dram.drain_evicted().for_each(drop);

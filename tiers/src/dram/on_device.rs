@@ -19,19 +19,18 @@ impl Dram {
     }
 
     /// Ends the filling of a block, copied before its holder's device reuses it: its rank is that of the block at
-    /// `place` of an ended chain. `kin`: the blocks before and after it there. The latter mostly left before.
+    /// `place` of an ended chain. Its parent may follow later.
     pub fn commit_left(
         &mut self,
         slot: SlotRef,
-        kin: [Option<BlockKey>; 2],
+        parent: Option<&BlockKey>,
         (chain, place): (EndedChain, usize),
     ) -> bool {
-        let kept = |key: BlockKey| self.find_committed(key.namespace, key.group, &key.hash);
-        let [parent, child] = kin.map(|key| key.and_then(kept));
-        let id = self.slab.find_slot(slot);
-        let committed = self.commit_in(slot, Parent::Left(parent, chain.standing(place)));
-        if let (Some(id), Some(child)) = (id.filter(|_| committed), child) {
-            self.slab.adopt_child(id, child);
+        let kept = parent.map(|key| self.parent(key));
+        let kept = if let Some(Parent::Kept(id)) = kept { Some(id) } else { None };
+        let committed = self.commit_in(slot, Parent::Left(kept, chain.standing(place)));
+        if let Some(parent) = parent.filter(|_| committed && kept.is_none()) {
+            self.await_parent(slot, parent);
         }
         committed
     }

@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, HashSet};
 
-use super::{Policy, SORTS_THAT_GO, lists_that_go, may_precede_children};
+use super::{Policy, SORTS_THAT_GO, lists_that_go};
 use crate::ledger::HolderSet;
 use crate::list::NIL;
 use crate::slab::{Among, Slab};
@@ -77,7 +77,7 @@ impl EvictionOrder<'_> {
             let first = self.policy.first(self.slab, tails)?;
             let at = self.tails.iter().position(|tail| *tail == Some(first)).expect("it is one of them");
             self.tails[at] = self.unpinned(self.slab.ahead(self.among, first));
-            if may_precede_children(self.slab.entries.get(first)) || self.children(first) == 0 {
+            if self.children(first) == 0 {
                 return Some(self.gone(first));
             }
             self.passed.insert(first);

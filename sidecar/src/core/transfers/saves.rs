@@ -54,20 +54,11 @@ pub(super) struct UnboundSave {
     device: DeviceBlocks,
 }
 
-/// Blocks of an ended request, about to leave the engine's device.
-#[derive(Copy, Clone, Debug)]
-struct LeavingBlocks {
-    chain: EndedChain,
-    /// The place of the first one in the request.
-    first: usize,
-    /// The key behind them.
-    after: Option<BlockHash>,
-}
-
 /// The blocks of a save on the engine's device.
 #[derive(Copy, Clone, Debug)]
 struct DeviceBlocks {
-    leaving: Option<LeavingBlocks>,
+    /// `Some` if they are about to leave the device: their ended request, and the place of the first one in it.
+    leaving: Option<(EndedChain, usize)>,
     /// True if the block before one of them may be there alone.
     has_parents: bool,
 }
@@ -171,9 +162,8 @@ impl Transfers {
             false => Acceptance::Refused,
         };
         let tail = queries.ends_with_tail(session, asked);
-        let (ended, has_parents) = queries.on_device(session, asked.keys);
-        let first = asked.keys.from as usize;
-        let leaving = ended.map(|(chain, after)| LeavingBlocks { chain, first, after });
+        let (ended, has_parents) = queries.on_device(session, asked.keys.log);
+        let leaving = ended.map(|chain| (chain, asked.keys.from as usize));
         let device = DeviceBlocks { leaving, has_parents };
         let save = UnboundSave { posted, step, acceptance, before, checked, handover, blocks, tail, device };
         let too_many = !pending.may_want(save.blocks.len());

@@ -52,8 +52,10 @@ fn blocks_on_the_device_go_first_and_the_deepest_of_the_oldest_before() {
 fn a_block_about_to_leave_its_device_is_judged_like_any_other() {
     let mut dram = tier(4);
     let engine = dram.enter_holder();
-    save(&mut dram, engine, 0..6);
-    end_on_device(&mut dram, engine, 0..6);
+    for chain in [0..3, 3..6] {
+        save(&mut dram, engine, chain.clone());
+        end_on_device(&mut dram, engine, chain);
+    }
     save(&mut dram, engine, 10..16);
     end_on_device(&mut dram, engine, 10..16);
     assert_eq!(dram.leave_device(7, &hashes(3..7)), 3, "the kept ones of them");
@@ -76,7 +78,7 @@ fn a_copy_made_at_the_end_has_the_rank_of_its_request() {
     save(&mut dram, engine, 20..24);
     assert_eq!(kept(&dram, 0..4), [], "they went first");
     let slot = dram.begin_fill(key(3), BYTES, whose).expect("room");
-    assert!(dram.commit_left(slot, [Some(key(2)), None], (ended, 3)), "its parent is on the device alone");
+    assert!(dram.commit_left(slot, Some(&key(2)), (ended, 3)), "its parent is on the device alone");
     let entry = |dram: &Dram, number| {
         let id = dram.find_committed(7, 0, &hash(number)).expect("kept");
         dram.slab.entries.get(id).standing
@@ -99,7 +101,7 @@ fn a_parent_copied_after_its_child_goes_after_it() {
     for number in [2, 1, 0] {
         let slot = dram.begin_fill(key(number), BYTES, whose).expect("room");
         let before = number.checked_sub(1).map(key);
-        assert!(dram.commit_left(slot, [before, Some(key(number + 1))], (ended, number as usize)));
+        assert!(dram.commit_left(slot, before.as_ref(), (ended, number as usize)));
         dram.drain_evicted().for_each(drop);
     }
     dram.use_run(7, &hashes(2..3));
@@ -157,7 +159,7 @@ proptest! {
                     for number in first..end {
                         let whose = BlockAccount { holder: engine, quota: None };
                         let Ok(slot) = dram.begin_fill(key(number), BYTES, whose) else { continue };
-                        prop_assert!(dram.commit_apart(slot, &key(number.saturating_sub(1))));
+                        prop_assert!(dram.commit_before(slot, &key(number.wrapping_sub(1))));
                     }
                 }
                 1 => ended = end_on_device(&mut dram, engine, first..end),
@@ -165,7 +167,7 @@ proptest! {
                 3 => {
                     let whose = BlockAccount { holder: engine, quota: None };
                     if let Ok(slot) = dram.begin_fill(key(first + 1), BYTES, whose) {
-                        prop_assert!(dram.commit_left(slot, [Some(key(first)), Some(key(first + 2))], (ended, 1)));
+                        prop_assert!(dram.commit_left(slot, Some(&key(first)), (ended, 1)));
                     }
                 }
                 _ => dram.use_run(7, &hashes(first..end)),

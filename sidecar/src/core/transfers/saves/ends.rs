@@ -11,7 +11,7 @@ use shm_protocol::pool::SlotRef;
 use tiers::dram::Dram;
 
 use super::phases::{SaveEvent, SavePhase, Search};
-use super::{LeavingBlocks, Save, SaveAim, SaveBlock};
+use super::{Save, SaveAim, SaveBlock};
 use crate::core::tier::Notice;
 use crate::core::timing::{Timed, TimedPart};
 use crate::core::transfers::checks::{Pair, SaveChain};
@@ -31,15 +31,11 @@ impl Save {
     fn commit(&self, block: &SaveBlock, dram: &mut Dram) -> bool {
         let parent = self.parent(block).map(|hash| self.binding.block_key(&hash));
         match (parent, self.device.leaving) {
-            (parent, Some(LeavingBlocks { chain, first, after })) => {
-                let index = block.index as usize;
-                let after = self.keys.get(index + 1).copied().or(after);
-                let kin = [parent, after.map(|hash| self.binding.block_key(&hash))];
-                dram.commit_left(block.slot, kin, (chain, first + index))
+            (parent, Some((chain, first))) => {
+                dram.commit_left(block.slot, parent.as_ref(), (chain, first + block.index as usize))
             }
-            (Some(parent), None) if self.binding.parentless || self.device.has_parents => {
-                dram.commit_apart(block.slot, &parent)
-            }
+            (Some(parent), None) if self.device.has_parents => dram.commit_before(block.slot, &parent),
+            (Some(parent), None) if self.binding.parentless => dram.commit_apart(block.slot, &parent),
             (Some(parent), None) => dram.commit_behind(block.slot, &parent),
             (None, None) => dram.commit(block.slot),
         }

@@ -59,4 +59,5 @@ def _lost_percent(options: engine.Options, plain: engine.Engine, directory: Path
     print(f"saves: {posted} posted, {saved} saved, {lost} lost to reuse ({lost_percent:.1f} %); {hits} tokens hit")
     assert hits > 0
     assert saved > 0
+    assert (metrics["pillion_saves_leaving_blocks_total"] > 0) == (options.extra["pillion.keep_copies"] == "no")
     return lost_percent

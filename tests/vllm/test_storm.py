@@ -123,6 +123,7 @@ def _play(
             first += SEEDS
         found = keeper.metrics()
     assert found["pillion_checks_differing_total"] == 0
+    assert ALONE or (found["pillion_saves_leaving_blocks_total"] > 0) == ("once" in kind)
     if ALONE:
         return total
     assert total["preemptions"] > 0 and total["hits"] > 0

@@ -66,6 +66,8 @@ pub struct CoreStats {
     pub wait_ms: u64,
     /// Blocks posted by saves.
     pub saves_posted_blocks: u64,
+    /// Those of them about to leave an engine's device.
+    pub saves_leaving_blocks: u64,
     pub saved_blocks: u64,
     /// Bytes of blocks committed, all ranks.
     pub saved_bytes: u64,

@@ -139,6 +139,11 @@ const COUNTERS: &[Figure<CoreStats>] = &[
         |s| s.leases_cut,
     ),
     ("saves_posted_blocks_total", "Blocks that engines asked to save.", |s| s.saves_posted_blocks),
+    (
+        "saves_leaving_blocks_total",
+        "Those of them saved before the engine reused their blocks, with `pillion.keep_copies` = `no`. Kept ones were not copied again.",
+        |s| s.saves_leaving_blocks,
+    ),
     ("saved_blocks_total", "Blocks saved.", |s| s.saved_blocks),
     ("saved_bytes_total", "Bytes of saved blocks, all ranks together.", |s| s.saved_bytes),
     ("saves_lost_to_reuse_total", "Blocks not saved because the engine reused their memory first.", |s| {

@@ -130,6 +130,7 @@ const POINTS: &[&str] = &[
     "engine saves voided by a step",
     "engine hit of its own cache",
     "engine listed a block that no step fills",
+    "engine named blocks to be reused next",
     "engine asks again after a failed load",
     "engine reset beside blocks in use",
     "policy doubts the engine's own cache",

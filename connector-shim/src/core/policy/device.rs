@@ -195,15 +195,17 @@ impl<H: SessionHost> EnginePolicy<H> {
     /// Notes that a step reuses blocks: those not offered before have left the device. Returns the number of
     /// blocks, reused next by the engine, to be named in this step; mostly 0.
     pub(super) fn reuse_blocks<'a>(&mut self, reused: impl Iterator<Item = &'a u32> + Clone) -> u32 {
+        let generation = self.groups[0].session.connection_count();
+        if self.device.logs.values().next().is_some_and(|log| log.generation != generation) {
+            self.forget_device();
+        }
         if self.device.logs.is_empty() {
             return 0;
         }
         for (first, blocks) in self.device.take_runs(reused.clone().copied()) {
             let ended = &self.device.logs[&first.ended];
             let places: Range<u32> = first.place..first.place + blocks.len() as u32;
-            if ended.generation == self.groups[0].session.connection_count() {
-                self.groups[0].session.leave_device(ended.log, places);
-            }
+            self.groups[0].session.leave_device(ended.log, places);
             self.lose_blocks(first, blocks.len());
         }
         self.device.count_named(reused.count() as u32)
@@ -211,7 +213,8 @@ impl<H: SessionHost> EnginePolicy<H> {
 
     /// Number of logs open for blocks of ended requests.
     pub fn ended_logs(&self) -> usize {
-        self.device.logs.len()
+        let generation = self.groups[0].session.connection_count();
+        self.device.logs.values().filter(|log| log.generation == generation).count()
     }
 
     /// Forgets all blocks on the device: none is offered again.

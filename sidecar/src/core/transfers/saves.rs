@@ -164,6 +164,9 @@ impl Transfers {
         let tail = queries.ends_with_tail(session, asked);
         let (ended, has_parents) = queries.on_device(session, asked.keys.log);
         let leaving = ended.map(|chain| (chain, asked.keys.from as usize));
+        if leaving.is_some() {
+            base.cx.stats.saves_leaving_blocks += u64::from(asked.keys.count);
+        }
         let device = DeviceBlocks { leaving, has_parents };
         let save = UnboundSave { posted, step, acceptance, before, checked, handover, blocks, tail, device };
         let too_many = !pending.may_want(save.blocks.len());

@@ -193,8 +193,6 @@ impl super::Peer {
             SchedulerRequest::Query(Query { op, keys, .. }) => _ = self.asked.insert(op, keys.log),
             SchedulerRequest::Salt { salt } => self.salt = Some(salt),
             SchedulerRequest::Close { log, .. } => drop(self.logs.remove(&log)),
-            SchedulerRequest::Ended { .. } => ctx.hit("sidecar keeps the log of an ended request"),
-            SchedulerRequest::Left { .. } => ctx.hit("sidecar learns of blocks reused unnamed"),
             _ => {}
         }
     }

@@ -10,6 +10,7 @@ mod ledger;
 mod proofs;
 mod quotas;
 mod scans;
+pub(super) mod score;
 mod states;
 mod timing;
 

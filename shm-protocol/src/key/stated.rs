@@ -50,7 +50,8 @@ mod tests {
         let (algorithm, mut chain) = Chain::of_facts(&facts).unwrap();
         let mut same = Chain::new(algorithm, &first.0, 4).unwrap();
         let tokens: Vec<u32> = (0..9).collect();
-        (chain.append(&tokens), same.append(&tokens));
+        chain.append(&tokens);
+        same.append(&tokens);
         assert_eq!((chain.hashes(), chain.hashes().len()), (same.hashes(), 2));
         for name in facts.keys() {
             let mut fewer = facts.clone();

@@ -110,7 +110,7 @@ impl PromptScore {
         let part = self.at..end;
         let mesh = base.sources.mesh().filter(|_| !binding.is_private());
         let has_promises = mesh.is_some_and(|mesh| mesh.directory().has_promises());
-        // What memory and disks have is found, too.
+        // Blocks in memory and on disks are found, too.
         let has_ended = self.found.ended && self.peers.values().all(|run| run.ended);
         if part.is_empty() || has_ended && !has_promises {
             return false;

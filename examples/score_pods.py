@@ -13,7 +13,7 @@ from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
-# A sidecar answers for 100,000 tokens within some milliseconds.
+# The time that a router has for its choice.
 DEADLINE_S = 0.1
 # As many as a router asks at once. A request beyond its deadline ends in its thread.
 POOL = ThreadPoolExecutor(64)

@@ -1,4 +1,4 @@
-"""The pod that would answer a prompt soonest, by a score of each pod's sidecar: for a router in Python.
+"""The pod with the shortest expected time for a prompt, by a score of each sidecar: for a router in Python.
 
     python examples/score_pods.py --token-file FILE HOST:PORT... < tokens
 
@@ -13,7 +13,7 @@ from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
-# The time that a router has for its choice.
+# The time of a router for its choice.
 DEADLINE_S = 0.1
 # As many as a router asks at once. A request beyond its deadline ends in its thread.
 POOL = ThreadPoolExecutor(64)

@@ -13,7 +13,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use shm_protocol::handshake::{BlockRegion, Copier, WorkerHello};
-use shm_protocol::key::{Algorithm, BlockHash, Chain, ExtraForm};
+use shm_protocol::key::{Algorithm, BlockHash, Chain, read_block_tokens};
 use shm_protocol::layout::{PROMISED_WAIT_MS_MAX, QUERY_WAIT_MS_MAX};
 use shm_protocol::namespace::Facts;
 
@@ -138,25 +138,6 @@ pub struct BlockingEngine {
 // === impl EngineSetup ===
 
 impl EngineSetup {
-    fn stated_fact(&self, name: &str) -> Result<&str, ShimError> {
-        let text = || {
-            format!("the namespace states no {name}: take the facts of `pillion ctl namespaces` as they are")
-        };
-        self.facts.get(name).map(String::as_str).ok_or_else(|| ShimError::Argument(text()))
-    }
-
-    fn empty_chain(&self) -> Result<(Algorithm, Chain), ShimError> {
-        let algorithm = Algorithm::of_fact(self.stated_fact("hash_algorithm")?)?;
-        let form: ExtraForm = self.stated_fact("extra_keys")?.parse()?;
-        let none_hash = hex::decode(self.stated_fact("none_hash")?);
-        let none_hash =
-            none_hash.or_else(|error| refuse_argument(format!("the fact none_hash is not hex ({error})")))?;
-        let tokens = self.stated_fact("block_tokens")?;
-        let tokens: u32 =
-            tokens.parse().or_else(|_| refuse_argument(format!("the fact block_tokens is '{tokens}'")))?;
-        Ok((algorithm, Chain::new(algorithm, &none_hash, tokens)?.with_form(form)))
-    }
-
     /// The regions of a rank's shard.
     fn regions(&self, rank: u32) -> Vec<BlockRegion> {
         let BlockMemory { blocks, block_bytes, piece_bytes, .. } = self.memory;
@@ -252,8 +233,8 @@ impl BlockingEngine {
     /// Joins the namespace of the setup's facts. Fails for wrong facts and memory, and if the sidecar refuses the engine. It waits
     /// for a sidecar for 5 s, and connects later by itself: see [`BlockingEngine::is_connected`].
     pub fn new(setup: &EngineSetup) -> Result<Self, ShimError> {
-        let (algorithm, chain) = setup.empty_chain()?;
-        let block_tokens = setup.stated_fact("block_tokens")?.parse().expect("the chain has it");
+        let (algorithm, chain) = Chain::of_facts(&setup.facts)?;
+        let block_tokens = read_block_tokens(&setup.facts)?;
         let BlockMemory { block_bytes, piece_bytes, .. } = setup.memory;
         let divides = |part: u64, whole: u64| part > 0 && whole.is_multiple_of(part);
         if !divides(setup.shards.into(), block_bytes) || !divides(piece_bytes, block_bytes) {

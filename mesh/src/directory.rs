@@ -194,6 +194,21 @@ impl Directory {
         promising.into_iter().filter(has_promised).map(|member| member.peer).collect()
     }
 
+    /// The place of the last of `keys` among the last keys of promises by peers that are ready for requests and
+    /// keep their promises.
+    pub fn promised_place(&self, now_ms: u64, keys: &[Digest]) -> Option<usize> {
+        let is_believed = |member: &&DirectoryMember| {
+            member.credit.is_believed() && member.breaker.lets_pass(now_ms, member.under_way)
+        };
+        let last = |member: &DirectoryMember| keys.iter().rposition(|key| member.promises.contains(key));
+        self.members.iter().filter(is_believed).filter_map(last).max()
+    }
+
+    /// True if any peer has promised a prompt.
+    pub fn has_promises(&self) -> bool {
+        self.members.iter().any(|member| !member.promises.is_empty())
+    }
+
     /// The credit of a peer's promises.
     pub fn credit(&self, peer: PeerNumber) -> Option<&Credit> {
         self.position(peer).ok().map(|at| &self.members[at].credit)
@@ -278,6 +293,16 @@ impl Directory {
             member.filter.as_ref().is_some_and(|filter| filter.contains(key))
         };
         self.members.iter().filter(has).map(|member| member.peer)
+    }
+
+    /// The reach of a peer's leading run of `keys`, if its filter is right, and true if the run may go on behind
+    /// them.
+    pub fn leading(&self, peer: PeerNumber, keys: &[Digest]) -> (usize, bool) {
+        let member = self.position(peer).ok().map(|at| &self.members[at]);
+        let Some(filter) = member.and_then(|member| member.filter.as_ref()) else { return (0, false) };
+        let asked = ProbedKeys::new(filter.thinning(), keys);
+        let run = filter.leading(&asked.keys);
+        (if run == 0 { 0 } else { asked.reach(run) as usize }, run == asked.keys.len())
     }
 
     fn position(&self, peer: PeerNumber) -> Result<usize, usize> {

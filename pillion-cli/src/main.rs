@@ -245,8 +245,10 @@ fn serve_until_signal(config: &ServeConfig, log: LogLevel) -> anyhow::Result<()>
         tracing::warn!("the environment variable {name} belongs to no option: correct its name, or unset it");
     }
     let server = Server::start(config, log)?;
-    let (http, control) = (server.http(), server.control().map(tracing::field::display));
-    tracing::info!(socket = %server.socket().display(), %http, control, dram = %config.dram, "serving");
+    let [control, score] =
+        [server.control(), server.score()].map(|address| address.map(tracing::field::display));
+    let http = server.http();
+    tracing::info!(socket = %server.socket().display(), %http, control, score, dram = %config.dram, "serving");
     let asked = wait_for_end(&signals, &server)?;
     if !asked {
         bail!("a thread of the sidecar ended with a panic, shown above: report it with the log");

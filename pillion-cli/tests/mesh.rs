@@ -1,6 +1,8 @@
 //! Pods with shared blocks: real sidecars over loopback, every served byte compared.
 
 mod client;
+#[path = "mesh/score.rs"]
+mod score;
 
 use std::ffi::OsStr;
 use std::io::Write;

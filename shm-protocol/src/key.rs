@@ -30,6 +30,7 @@ mod derivation;
 mod digest;
 mod extra;
 mod pickle;
+mod stated;
 
 use std::fmt;
 
@@ -42,6 +43,7 @@ pub use self::derivation::{Derivation, Derived, coarsen_hashes, with_group};
 pub use self::digest::extend_hashes;
 pub use self::extra::{ExtraForm, ExtraKey};
 pub use self::pickle::{PICKLE_BLOCK_TOKENS_MAX, PICKLE_EXTRA_BYTES_MAX};
+pub use self::stated::read_block_tokens;
 
 /// Bytes of the longest block hash (SHA-256).
 pub const HASH_BYTES_MAX: usize = 32;
@@ -165,6 +167,15 @@ pub enum KeyError {
          salt], or form \"bare\""
     )]
     Untagged(String),
+    /// A fact that no engine of the namespace states.
+    #[error("the namespace states no {0}: take the facts of `pillion ctl namespaces` as they are")]
+    Unstated(&'static str),
+    /// A first parent hash known to its engine alone.
+    #[error("the fact none_hash is '{0}', not hex digits: set PYTHONHASHSEED for the engines")]
+    NoneHashFact(String),
+    /// A fact that is no number of tokens.
+    #[error("the fact block_tokens is '{0}': it must be the tokens of a block")]
+    BlockTokensFact(String),
     /// Pickled bytes depend on whether two equal texts are one object, and only the engine knows.
     #[error(
         "{0} hashes a pickle, whose bytes depend on object identity if a block has two extra keys or equal texts in \

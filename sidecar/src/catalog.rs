@@ -250,6 +250,16 @@ impl Catalog {
         self.known.iter().map(entry).collect()
     }
 
+    /// The blocks of each namespace, and true while an engine of it is connected.
+    pub fn blocks(&self) -> impl Iterator<Item = (NamespaceDigest, EngineBlocks, bool)> + '_ {
+        self.known.iter().map(|(digest, known)| {
+            let CatalogNamespace { facts, block_bytes, shards, .. } = known;
+            let blocks =
+                EngineBlocks { facts: Arc::clone(facts), block_bytes: *block_bytes, shards: *shards };
+            (*digest, blocks, !known.engines.is_empty())
+        })
+    }
+
     /// The facts and block sizes of each namespace.
     pub fn stated(&self) -> Vec<(NamespaceDigest, StatedFacts)> {
         let stated = |known: &CatalogNamespace| StatedFacts {

@@ -172,6 +172,15 @@ options! {
     /// File with the token for clients of --control-listen. Other users must not be able to read it
     #[arg(long, value_name = "FILE")]
     control_token_file: Option<PathBuf>,
+    /// TCP address at which routers ask how much of a prompt this pod has; requires --score-token-file
+    ///
+    /// Scores take at most 5 % of each second of the thread that serves engines. Port 0 takes any free port and logs it.
+    #[arg(long, value_name = "IP:PORT")]
+    score_listen: Option<IpPort>,
+    /// File with the token of routers for --score-listen, other than that of --control-token-file. Other users must
+    /// not be able to read it
+    #[arg(long, value_name = "FILE")]
+    score_token_file: Option<PathBuf>,
     /// How long found blocks are held for a request that has not loaded them yet
     ///
     /// 10s to 600s, in whole seconds (s) or milliseconds (ms). A load is planned only while half of its lease is
@@ -305,9 +314,13 @@ impl ServeOptions {
         }
         let socket = settled.socket.clone().unwrap_or_else(default_socket);
         let control = settled.control_socket.clone().unwrap_or_else(|| default_control_socket(&socket));
-        let listen = settled.control_listen.map(|listen| listen.0);
+        let listen = |listen: Option<IpPort>| listen.map(|listen| listen.0);
         let config = ServeConfig {
-            control: control::complete_control(control, listen, settled.control_token_file.as_deref())?,
+            control: control::complete_control(
+                control,
+                (listen(settled.control_listen), settled.control_token_file.as_deref()),
+                (listen(settled.score_listen), settled.score_token_file.as_deref()),
+            )?,
             socket,
             dram: settled.dram.ok_or(ConfigError::DramMissing)?,
             http: settled.http.0,

@@ -15,8 +15,8 @@ pub enum StartError {
     Tier(#[from] tiers::TierError),
     #[error("cannot serve the pages of --http at {address} ({source}): pass another --http IP:PORT")]
     Admin { address: SocketAddr, source: std::io::Error },
-    #[error("cannot listen for pillion ctl at {address} ({source}): pass another --control-listen IP:PORT")]
-    Control { address: SocketAddr, source: std::io::Error },
+    #[error("cannot listen at {address} ({source}): pass another {option} IP:PORT")]
+    Control { option: &'static str, address: SocketAddr, source: std::io::Error },
     /// A file is larger than the process's limit of file sizes.
     #[error(
         "{file} takes a file of {needed} bytes, and this process may make files of {limit} bytes at most (RLIMIT_FSIZE): raise \

@@ -3,8 +3,9 @@
 
 mod client;
 
-use std::io::Read;
+use std::io::{self, Read};
 use std::path::PathBuf;
+use std::str::FromStr;
 
 use clap::{Args, Subcommand};
 use serde_json::{Value, json};
@@ -12,8 +13,8 @@ use serde_json::{Value, json};
 pub use self::client::{ControlTarget, CtlError, FROZEN, send_request};
 use sidecar::config::{self, Severity, default_control_socket, default_socket};
 
-/// Most bytes of a list of keys on standard input: more than the sidecar accepts.
-const INPUT_BYTES_MAX: u64 = 1 << 20;
+/// Most bytes of a list of keys or tokens on standard input: as many as the sidecar accepts.
+const INPUT_BYTES_MAX: u64 = 4 << 20;
 
 /// Options of `pillion ctl`.
 #[derive(Args, Clone, Debug)]
@@ -24,7 +25,8 @@ pub struct CtlOptions {
     /// The sidecar's --socket; its control socket lies beside it unless --control-socket is given
     #[arg(long, global = true, env = "PILLION_SOCKET", value_name = "PATH")]
     pub socket: Option<PathBuf>,
-    /// The sidecar's --control-listen address, used instead of the socket; requires --token-file
+    /// The sidecar's --control-listen address, or for score its --score-listen, used instead of the socket; requires
+    /// --token-file
     #[arg(long, global = true, value_name = "HOST:PORT")]
     pub address: Option<String>,
     /// File with the token for --address
@@ -49,6 +51,14 @@ pub enum CtlRequest {
         namespace: String,
         /// Block hashes in hex, as pillion keys prints them. Without any, they are read from standard input.
         keys: Vec<String>,
+    },
+    /// Print how many leading tokens of a prompt this pod has, by place, and when it would have computed the rest.
+    Score {
+        /// The namespace, 32 hex digits; by default that of the connected engines.
+        #[arg(long)]
+        namespace: Option<String>,
+        /// The prompt's token ids. Without any, they are read from standard input.
+        tokens: Vec<u32>,
     },
     /// Remove the blocks of a namespace from memory and disks.
     Evict {
@@ -75,8 +85,13 @@ pub fn ask_sidecar(options: &CtlOptions) -> Result<String, CtlError> {
             entry(&send_request(&target, "GET", "/namespaces", "")?, wanted)
         }
         CtlRequest::Lookup { namespace, keys } => {
-            let keys = if keys.is_empty() { read_keys(std::io::stdin().lock())? } else { keys.clone() };
+            let keys = if keys.is_empty() { read_words(std::io::stdin().lock())? } else { keys.clone() };
             post("/lookup", &json!({ "namespace": namespace, "keys": keys }))
+        }
+        CtlRequest::Score { namespace, tokens } => {
+            let tokens =
+                if tokens.is_empty() { read_words(std::io::stdin().lock())? } else { tokens.clone() };
+            post("/score", &json!({ "namespace": namespace, "tokens": tokens }))
         }
         CtlRequest::Evict { namespace } => post("/evict", &json!({ "namespace": namespace })),
         CtlRequest::LogLevel { level: None } => send_request(&target, "GET", "/log-level", ""),
@@ -94,11 +109,18 @@ fn entry(page: &str, wanted: &str) -> Result<String, CtlError> {
     Ok(serde_json::to_string_pretty(found).expect("it was JSON") + "\n")
 }
 
-/// Reads keys separated by white space.
-fn read_keys(from: impl Read) -> Result<Vec<String>, CtlError> {
+/// Reads keys or tokens separated by white space.
+fn read_words<T: FromStr>(from: impl Read) -> Result<Vec<T>, CtlError>
+where
+    T::Err: std::fmt::Display,
+{
     let mut text = String::new();
     from.take(INPUT_BYTES_MAX).read_to_string(&mut text).map_err(CtlError::Input)?;
-    Ok(text.split_whitespace().map(str::to_owned).collect())
+    let parse = |word: &str| {
+        let wrong = |error: T::Err| CtlError::Input(io::Error::other(format!("{word:?}: {error}")));
+        word.parse().map_err(wrong)
+    };
+    text.split_whitespace().map(parse).collect()
 }
 
 // === impl CtlOptions ===

@@ -195,6 +195,34 @@ fn a_promise_holds_until_another_word_of_its_peer_or_while_that_may_be_asked() {
 }
 
 #[test]
+fn one_peer_s_run_is_followed_in_parts_and_the_last_promised_key_is_found() {
+    let all = keys(0..400);
+    let mut directory = directory(&[(A, &all[..70]), (B, &[])]);
+    assert_eq!(
+        [directory.leading(A, &all[..64]), directory.leading(A, &all[64..128])],
+        [(64, true), (6, false)]
+    );
+    assert_eq!([directory.leading(B, &all), directory.leading(C, &all)], [(0, false); 2]);
+    assert_eq!(directory.leading(A, &[]), (0, true));
+    // One block in eight is announced: the run reaches to the last of these.
+    let thinning = Thinning::new(3).unwrap();
+    let places: Vec<usize> = (0..400).filter(|place| thinning.keeps(all[*place])).collect();
+    let mut filter = Filter::thinned(100, thinning);
+    assert!(places[..5].iter().all(|place| filter.insert(all[*place])));
+    directory.replace(A, filter);
+    assert_eq!(directory.leading(A, &all), (places[4] + 1, false));
+    assert_eq!(directory.leading(A, &all[..places[5]]), (places[4] + 1, true));
+    assert_eq!(directory.leading(A, &all[..places[0]]), (0, true), "nothing is said of these");
+
+    assert!(!directory.has_promises());
+    assert!(!directory.replace_promises(A, vec![all[3], all[9]]) && directory.has_promises());
+    let found = [0..9, 0..400, 4..9].map(|range| directory.promised_place(0, &all[range]));
+    assert_eq!(found, [Some(3), Some(9), None]);
+    (0..3).for_each(|_| _ = directory.credit_mut(A).unwrap().break_promise(0));
+    assert_eq!(directory.promised_place(0, &all), None, "it breaks its promises");
+}
+
+#[test]
 fn changes_follow_a_snapshot_and_an_overfull_filter_says_so_once() {
     let all = keys(0..2000);
     let mut directory = Directory::new(DirectoryConfig::default());

@@ -10,6 +10,7 @@ mod handshake;
 mod init;
 mod process;
 mod quotas;
+mod score;
 mod sessions;
 mod ssd;
 mod staged;

@@ -3,10 +3,11 @@
 use std::sync::LazyLock;
 use std::sync::atomic::Ordering;
 
-use shm_protocol::handshake::{Copier, Hello, Role};
+use shm_protocol::handshake::{Copier, Hello, Role, WorkerHello};
 use shm_protocol::key::BlockHash;
 use shm_protocol::layout::CHUNK_KEYS;
 use shm_protocol::message::{Kind, LOAD_ARRIVING, Message, Outcome, QUERY_ARRIVING, Status};
+use shm_protocol::namespace::Facts;
 use shm_protocol::pool::{self, SlotRef};
 use shm_protocol::request::{LoadEnd, SchedulerRequest, WorkerRequest};
 
@@ -62,7 +63,12 @@ impl Engine {
 
     /// An engine of another model than the others, if its name is of another length.
     pub(crate) fn of(model: &str, sidecar: &Sidecar, miss_wait_ms: Option<u32>) -> Self {
-        let run = [model.len() as u8; 16];
+        let facts = Facts::from([("model".to_owned(), model.to_owned())]);
+        Self::stating(facts, [model.len() as u8; 16], sidecar, miss_wait_ms)
+    }
+
+    /// An engine with these facts, and this run.
+    pub(crate) fn stating(facts: Facts, run: [u8; 16], sidecar: &Sidecar, miss_wait_ms: Option<u32>) -> Self {
         let kv = Kv::new();
         for block in SAVED {
             let layers = PATTERNS[block as usize].chunks(LAYER_BYTES as usize);
@@ -71,7 +77,7 @@ impl Engine {
                 assert_eq!(rustix::io::pwrite(&kv.fds[region.fd as usize], bytes, at).unwrap(), bytes.len());
             }
         }
-        let worker = kv.worker_of(model, 0, 1, Copier::Sidecar);
+        let worker = Role::Worker(WorkerHello { facts, ..kv.stated("", 0, 1, Copier::Sidecar) });
         let rank = Session::rank(&sidecar.socket, &hello("engine", 1, worker), &kv, run);
         rank.fences(1, 1);
         let hello = Hello { miss_wait_ms, ..hello("engine", 1, Role::Scheduler { run }) };
@@ -108,12 +114,25 @@ impl Engine {
                 key(*stamp, block)
             })
             .collect();
-        self.log += 1;
-        self.scheduler.open_log(self.log, &keys);
-        let save = save_log(self.next_op(), self.log, 1);
-        self.scheduler.with_blocks(save, &SAVED.collect::<Vec<_>>());
-        self.scheduler.post(SchedulerRequest::Close { log: self.log, way: 0 });
+        self.post_keys(&keys);
         keys
+    }
+
+    /// Posts a save of the first blocks under these keys.
+    fn post_keys(&mut self, keys: &[BlockHash]) {
+        self.log += 1;
+        self.scheduler.open_log(self.log, keys);
+        let save = save_log(self.next_op(), self.log, 1);
+        self.scheduler.with_blocks(save, &SAVED.take(keys.len()).collect::<Vec<_>>());
+        self.scheduler.post(SchedulerRequest::Close { log: self.log, way: 0 });
+    }
+
+    /// Saves blocks of any bytes under these keys, each of which must be kept.
+    pub(crate) fn save_keys(&mut self, keys: &[BlockHash]) {
+        for part in keys.chunks(SAVED.len()) {
+            self.post_keys(part);
+            assert_eq!(self.scheduler.saved().committed as usize, part.len());
+        }
     }
 
     /// The same, and every block must be kept.

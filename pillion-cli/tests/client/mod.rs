@@ -3,6 +3,7 @@
 
 pub(crate) mod engine;
 pub(crate) mod in_process;
+pub(crate) mod prompts;
 pub(crate) mod sidecar;
 
 use std::collections::BTreeMap;

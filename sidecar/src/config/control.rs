@@ -1,4 +1,5 @@
-//! The control addresses of a running sidecar: a UNIX socket, and a TCP address for clients with a token.
+//! The control addresses of a running sidecar: a UNIX socket, and TCP addresses for clients with a token, one for
+//! all requests and one for scores alone.
 
 use std::fs::File;
 use std::io::Read;
@@ -21,6 +22,8 @@ const OTHERS: u32 = 0o007;
 pub struct ControlEndpoints {
     pub socket: PathBuf,
     pub tcp: Option<ControlTcp>,
+    /// For scores alone.
+    pub score: Option<ControlTcp>,
 }
 
 /// A TCP address and its token.
@@ -31,7 +34,7 @@ pub struct ControlTcp {
 }
 
 /// A secret, kept only as its digest.
-#[derive(Clone)]
+#[derive(Clone, Eq, PartialEq)]
 pub struct Token([u8; 32]);
 
 /// The default control socket of a sidecar with the engines' socket `socket`: `pillion.control.sock` beside
@@ -40,26 +43,42 @@ pub fn default_control_socket(socket: &Path) -> PathBuf {
     socket.with_extension("control.sock")
 }
 
-/// Completes the control addresses. An address without a token, or a token without an address, is an error.
+/// Completes the control addresses; each TCP address comes with the file of its token. One token for both is an
+/// error.
 pub(super) fn complete_control(
     socket: PathBuf,
-    listen: Option<SocketAddr>,
-    token_file: Option<&Path>,
+    control: (Option<SocketAddr>, Option<&Path>),
+    score: (Option<SocketAddr>, Option<&Path>),
 ) -> Result<ControlEndpoints, ConfigError> {
-    let tcp = match (listen, token_file) {
-        (None, None) => None,
-        (Some(listen), Some(file)) => Some(ControlTcp { listen, token: Token::read_file(file)? }),
-        (Some(_), None) => {
-            let text = "--control-listen is given without a token, so everybody who reaches the address could drain \
-                 this sidecar: pass --control-token-file FILE too";
-            return Err(ConfigError::Control(text.into()));
-        }
-        (None, Some(_)) => {
-            let text = "--control-token-file is given without --control-listen: pass both, or neither";
-            return Err(ConfigError::Control(text.into()));
-        }
-    };
-    Ok(ControlEndpoints { socket, tcp })
+    let tcp = complete_tcp("control", control, "drain this sidecar")?;
+    let score = complete_tcp("score", score, "find out which prompts are kept")?;
+    if let (Some(tcp), Some(score)) = (&tcp, &score)
+        && tcp.token == score.token
+    {
+        let text = "--score-token-file has the token of --control-token-file, so every router could drain this sidecar: \
+             write another token into it";
+        return Err(ConfigError::Control(text.into()));
+    }
+    Ok(ControlEndpoints { socket, tcp, score })
+}
+
+/// Completes a TCP address. An address without a token, or a token without an address, is an error.
+fn complete_tcp(
+    name: &str,
+    (listen, token_file): (Option<SocketAddr>, Option<&Path>),
+    harm: &str,
+) -> Result<Option<ControlTcp>, ConfigError> {
+    match (listen, token_file) {
+        (None, None) => Ok(None),
+        (Some(listen), Some(file)) => Ok(Some(ControlTcp { listen, token: Token::read_file(file)? })),
+        (Some(_), None) => Err(ConfigError::Control(format!(
+            "--{name}-listen is given without a token, so everybody who reaches the address could {harm}: pass \
+             --{name}-token-file FILE too"
+        ))),
+        (None, Some(_)) => Err(ConfigError::Control(format!(
+            "--{name}-token-file is given without --{name}-listen: pass both, or neither"
+        ))),
+    }
 }
 
 /// The token in a file, without surrounding white space. A file open to all users is an error.
@@ -146,15 +165,24 @@ mod tests {
     }
 
     #[test]
-    fn an_address_needs_a_token_and_a_token_an_address() {
+    fn an_address_needs_a_token_of_its_own_and_a_token_an_address() {
         let folder = tempfile::tempdir().unwrap();
         let path = file(folder.path(), "0123456789abcdef", 0o600);
-        let listen = Some("127.0.0.1:1".parse().unwrap());
-        let complete = |listen, token: Option<&Path>| super::complete_control("/a".into(), listen, token);
-        assert!(complete(None, None).unwrap().tcp.is_none());
-        assert!(complete(listen, Some(&path)).unwrap().tcp.is_some());
-        assert!(complete(listen, None).unwrap_err().to_string().contains("--control-token-file FILE"));
-        assert!(complete(None, Some(&path)).unwrap_err().to_string().contains("pass both"));
+        let other = file(folder.path(), "0123456789abcdef0", 0o400);
+        let (path, other) = (path.as_path(), other.as_path());
+        let (listen, none) = (Some("127.0.0.1:1".parse().unwrap()), (None, None));
+        let complete = |control, score| super::complete_control("/a".into(), control, score);
+        let both = complete(none, none).unwrap();
+        assert!(both.tcp.is_none() && both.score.is_none());
+        let both = complete((listen, Some(path)), (listen, Some(other))).unwrap();
+        assert!(both.tcp.is_some() && both.score.is_some());
+        let refused = |control, score| complete(control, score).unwrap_err().to_string();
+        assert!(refused((listen, None), none).contains("--control-token-file FILE"));
+        assert!(refused((None, Some(path)), none).contains("pass both"));
+        assert!(refused(none, (listen, None)).contains("--score-token-file FILE"));
+        assert!(refused(none, (None, Some(path))).contains("without --score-listen"));
+        let one = (listen, Some(path));
+        assert!(refused(one, one).contains("write another token"));
         let beside = default_control_socket(Path::new("/run/pillion/pillion.sock"));
         assert_eq!(beside, Path::new("/run/pillion/pillion.control.sock"));
     }

@@ -12,6 +12,8 @@ const INDEX_BYTES: u64 = 100;
 const BLOCK_BYTES: u64 = 2 << 20;
 /// Memory beside the pool with a GPU: its driver, and room for more blocks than counted above.
 const BESIDE_WITH_GPU_BYTES: u64 = 2 << 30;
+/// Requests for scores that are read at once, each with its tokens and keys.
+const SCORES_BYTES: u64 = 64 << 20;
 /// Bytes of the pool before its first segment.
 const HEADER_BYTES: u64 = shm_protocol::pool::SEGMENT_ALIGN;
 const MIB: u64 = 1 << 20;
@@ -42,7 +44,8 @@ pub(super) fn check_memory(config: &ServeConfig) -> Result<(), ConfigError> {
 fn beside(config: &ServeConfig) -> u64 {
     let directory = config.mesh.as_ref().map_or(0, |mesh| mesh.directory_bytes as u64);
     let disks: u64 = config.ssd.iter().map(|disk| disk.size.as_bytes()).sum();
-    PROCESS_BYTES + directory + disks / BLOCK_BYTES * INDEX_BYTES
+    let scores = if config.control.score.is_some() { SCORES_BYTES } else { 0 };
+    PROCESS_BYTES + directory + disks / BLOCK_BYTES * INDEX_BYTES + scores
 }
 
 /// A warning for a sidecar with a GPU, if the limit leaves less beside the pool than its driver may take.

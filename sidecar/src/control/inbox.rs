@@ -16,7 +16,7 @@ use shm_protocol::prefill::PrefillRate;
 use shm_protocol::wait;
 use tokio::sync::oneshot;
 
-use crate::core::KeptCounts;
+use crate::core::{KeptCounts, PromptPlaces, PromptScore};
 
 /// Queued requests; beyond this number the sidecar is busy. Each is small and taken within milliseconds.
 const ASKS_MAX: usize = 32;
@@ -36,6 +36,8 @@ pub enum ControlAsk {
     Locate(NamespaceDigest, Vec<BlockHash>, Reply<Vec<FoundBlock>>),
     /// The rates of engines and of sources.
     Rates(Reply<KnownRates>),
+    /// Some more keys of a prompt's score.
+    Score(Box<PromptScore>, Reply<ScoreStep>),
     /// Eviction of all blocks of a namespace.
     Evict(NamespaceDigest, Reply<Evicted>),
 }
@@ -67,6 +69,17 @@ pub struct FoundBlock {
     pub peers: Vec<String>,
 }
 
+/// A whole score, with the tokens at each peer by name.
+pub type NamedPlaces = (PromptPlaces, BTreeMap<String, u64>);
+
+/// A score after some more keys.
+#[derive(Debug)]
+pub struct ScoreStep {
+    pub score: Box<PromptScore>,
+    /// `None`: it goes on.
+    pub places: Option<NamedPlaces>,
+}
+
 /// The result of an eviction.
 #[derive(Copy, Clone, Debug)]
 pub enum Evicted {
@@ -82,6 +95,8 @@ pub enum Evicted {
 pub struct Inbox {
     /// Milliseconds left for copies in flight after a request to end; zero without such a request.
     grace_ms: AtomicU64,
+    /// Nanoseconds that scores have taken, also those whose client has gone.
+    scored_ns: AtomicU64,
     asks: SyncSender<ControlAsk>,
     wake: OwnedFd,
 }
@@ -93,7 +108,8 @@ pub struct InboxAsks(Receiver<ControlAsk>);
 /// Creates an inbox and its receiving side.
 pub fn make_inbox() -> Result<(Arc<Inbox>, InboxAsks), Errno> {
     let (asks, taken) = sync_channel(ASKS_MAX);
-    let inbox = Inbox { grace_ms: AtomicU64::new(0), asks, wake: wait::make_eventfd()? };
+    let (grace_ms, scored_ns) = Default::default();
+    let inbox = Inbox { grace_ms, scored_ns, asks, wake: wait::make_eventfd()? };
     Ok((Arc::new(inbox), InboxAsks(taken)))
 }
 
@@ -104,6 +120,16 @@ impl Inbox {
     pub fn grace(&self) -> Option<Duration> {
         let grace = self.grace_ms.load(Ordering::Relaxed);
         (grace != 0).then(|| Duration::from_millis(grace))
+    }
+
+    /// Counts time of the data thread for a score.
+    pub fn count_scored(&self, took: Duration) {
+        self.scored_ns.fetch_add(u64::try_from(took.as_nanos()).unwrap_or(u64::MAX), Ordering::Relaxed);
+    }
+
+    /// Returns the time of the data thread for all scores.
+    pub fn scored(&self) -> Duration {
+        Duration::from_nanos(self.scored_ns.load(Ordering::Relaxed))
     }
 
     pub fn request_drain(&self, grace: Duration) {

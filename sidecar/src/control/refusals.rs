@@ -22,6 +22,10 @@ shm_protocol::named! {
         Slow = "slow",
         /// The sidecar never kept a block of this namespace.
         Namespace = "namespace",
+        /// The namespace of a score is unknown, or has no leading run.
+        Unscored = "unscored",
+        /// The data thread's time for scores is spent.
+        Budget = "budget",
         /// Blocks of earlier lives are still being recovered.
         Starting = "starting",
         /// The data thread's queue is full.
@@ -30,6 +34,15 @@ shm_protocol::named! {
         Unanswered = "unanswered",
     }
 }
+
+/// The help of `pillion_control_refused_total`.
+pub(super) const CONTROL_HELP: &str = "Control requests refused, by reason; each answer says what to change. user, token: the \
+     client may not control this sidecar; path, method, malformed, too_large: an invalid request; slow: it did not arrive in \
+     time; namespace, unscored: no such namespace; budget: the data thread's time for scores is spent; starting: blocks of an \
+     earlier sidecar are still being found; busy, unanswered: the data thread has too much to do or is stuck.";
+/// The help of `pillion_score_refused_total`.
+pub(super) const SCORE_HELP: &str = "Requests at --score-listen refused, by reason as in pillion_control_refused_total. budget: \
+     scores took 5 % of a second of the data thread; unscored: the namespace is not known here, or has no leading run.";
 
 /// A refusal; its text says what to change.
 #[derive(Debug)]
@@ -51,7 +64,8 @@ impl ControlRefusalCause {
             Self::Token => StatusCode::UNAUTHORIZED,
             Self::Path | Self::Namespace => StatusCode::NOT_FOUND,
             Self::Method => StatusCode::METHOD_NOT_ALLOWED,
-            Self::Malformed => StatusCode::BAD_REQUEST,
+            Self::Malformed | Self::Unscored => StatusCode::BAD_REQUEST,
+            Self::Budget => StatusCode::TOO_MANY_REQUESTS,
             Self::TooLarge => StatusCode::PAYLOAD_TOO_LARGE,
             Self::Slow => StatusCode::REQUEST_TIMEOUT,
             Self::Starting | Self::Busy => StatusCode::SERVICE_UNAVAILABLE,
@@ -71,14 +85,10 @@ impl ControlRefusal {
 // === impl RefusedRequests ===
 
 impl RefusedRequests {
-    /// Registers the counters, each with a zero.
-    pub(super) fn new(registry: &Registry) -> Result<Self, prometheus::Error> {
-        let help = "Control requests refused, by reason; each answer says what to change. user, token: the client may \
-             not control this sidecar; path, method, malformed, too_large: an invalid request; slow: it did not arrive \
-             in time; namespace: no such namespace; starting: blocks of an earlier sidecar are still being found; \
-             busy, unanswered: the data thread has too much to do or is stuck.";
+    /// Registers the counters of one kind of requests, each with a zero.
+    pub(super) fn new(registry: &Registry, name: &str, help: &str) -> Result<Self, prometheus::Error> {
         let causes = ControlRefusalCause::ALL.map(ControlRefusalCause::name);
-        Ok(Self(counters_of(registry, "control_refused_total", help, "reason", &causes)?))
+        Ok(Self(counters_of(registry, name, help, "reason", &causes)?))
     }
 
     pub(super) fn count_refusal(&self, cause: ControlRefusalCause) {

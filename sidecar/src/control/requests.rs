@@ -13,7 +13,7 @@ use shm_protocol::prefill::PrefillRate;
 use tokio::sync::oneshot;
 
 use super::refusals::{ControlRefusal, ControlRefusalCause};
-use super::{EndMarker, Handler, page};
+use super::{EndMarker, Handler, SCORE_PATH, page};
 use crate::config::Severity;
 use crate::control::inbox::{ControlAsk, Evicted, FoundBlock, KEYS_MAX, KnownRates, Reply};
 use crate::core::KeptCounts;
@@ -25,7 +25,8 @@ pub const EVICTION_TIME_MAX: Duration = Duration::from_secs(60);
 /// Keys of one request: a prompt of 65,536 tokens in blocks of 16.
 const LOOKUP_KEYS_MAX: usize = 4096;
 
-const PATHS: &str = "GET /namespaces, POST /lookup, POST /evict, GET or POST /log-level, POST /drain";
+const PATHS: &str =
+    "GET /namespaces, POST /lookup, POST /score, POST /evict, GET or POST /log-level, POST /drain";
 
 #[derive(Deserialize)]
 struct Evict {
@@ -72,6 +73,7 @@ impl Handler {
             }
             ("GET", "/rates") => rates_page(&self.ask_data_thread(ANSWER_TIME_MAX, ControlAsk::Rates).await?),
             ("POST", "/lookup") => self.lookup(parse_body(body)?).await?,
+            ("POST", SCORE_PATH) => self.score(body).await?,
             ("POST", "/evict") => self.evict(parse_body(body)?).await?,
             ("GET", "/log-level") => self.show_level()?,
             ("POST", "/log-level") => self.set_level(parse_body(body)?)?,
@@ -79,7 +81,11 @@ impl Handler {
                 tracing::info!("the control socket asked this sidecar to drain");
                 return Ok(last(page(StatusCode::OK, &json!({ "draining": true }))));
             }
-            (_, "/namespaces" | "/forecast" | "/rates" | "/lookup" | "/evict" | "/log-level" | "/drain") => {
+            (
+                _,
+                "/namespaces" | "/forecast" | "/rates" | "/lookup" | SCORE_PATH | "/evict" | "/log-level"
+                | "/drain",
+            ) => {
                 return Err(ControlRefusal::new(
                     ControlRefusalCause::Method,
                     format!("no such request: the requests are {PATHS}"),
@@ -196,12 +202,12 @@ fn no_log() -> ControlRefusal {
     )
 }
 
-fn parse_body<T: DeserializeOwned>(body: &[u8]) -> Result<T, ControlRefusal> {
+pub(super) fn parse_body<T: DeserializeOwned>(body: &[u8]) -> Result<T, ControlRefusal> {
     serde_json::from_slice(body)
         .map_err(|error| ControlRefusal::new(ControlRefusalCause::Malformed, error.to_string()))
 }
 
-fn namespace_of(text: &str) -> Result<NamespaceDigest, ControlRefusal> {
+pub(super) fn namespace_of(text: &str) -> Result<NamespaceDigest, ControlRefusal> {
     let bytes = bytes_of(text).and_then(|bytes| bytes.try_into().ok());
     bytes.map(NamespaceDigest).ok_or_else(|| {
         let text = format!(
@@ -212,7 +218,7 @@ fn namespace_of(text: &str) -> Result<NamespaceDigest, ControlRefusal> {
     })
 }
 
-fn hash_of(text: &str) -> Result<BlockHash, ControlRefusal> {
+pub(super) fn hash_of(text: &str) -> Result<BlockHash, ControlRefusal> {
     let hash = bytes_of(text).and_then(|bytes| BlockHash::from_slice(&bytes).ok());
     hash.ok_or_else(|| {
         let text = format!(

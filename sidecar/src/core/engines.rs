@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use shm_protocol::ACCEPT_SINCE;
 use shm_protocol::handshake::{self, Copier, Hello, PROBE_RUN, Role, WorkerHello};
-use shm_protocol::key::NamespaceDigest;
+use shm_protocol::key::{self, NamespaceDigest};
 use shm_protocol::layout::{AWAIT_MS, LOAD_PREFERENCE, PROMISED_WAIT_MS_MAX, QUERY_WAIT_MS_MAX};
 use shm_protocol::namespace::{self, Facts};
 use shm_protocol::prefill::PrefillRate;
@@ -28,9 +28,6 @@ use super::namespaces::{Binding, Form, Space};
 use super::worth::LoadPatience;
 use super::{SessionId, Violation};
 use crate::compare::Layers;
-
-/// The fact with the tokens of a block.
-const BLOCK_TOKENS: &str = "block_tokens";
 
 /// The sessions of all engines.
 #[derive(Debug, Default)]
@@ -286,7 +283,7 @@ impl Engines {
             let Some(tokens) = self.block_tokens(*session) else { continue };
             let name = find_whole_engine(&scheduler.engine).unwrap_or(&scheduler.engine);
             let (_, bytes) = rates.entry(name).or_insert((rate, 0.0));
-            *bytes += binding.block_bytes() as f64 / f64::from(tokens.max(1));
+            *bytes += binding.block_bytes() as f64 / f64::from(tokens);
         }
         rates
     }
@@ -294,7 +291,7 @@ impl Engines {
     /// Returns the tokens of a block, as stated by the ranks of an engine.
     fn block_tokens(&self, scheduler: SessionId) -> Option<u32> {
         let (_, worker) = self.ranks(scheduler).next()?;
-        worker.facts.get(BLOCK_TOKENS)?.parse().ok()
+        key::read_block_tokens(&worker.facts).ok()
     }
 
     /// Returns the limits for the waits of a scheduler's queries, for a test to change.
@@ -310,6 +307,23 @@ impl Engines {
         let tokens = self.block_tokens(scheduler)?;
         let token = |key: u32| u64::from(key) * u64::from(tokens);
         Some(rate.seconds(token(keys.start), token(keys.end)) * 1e3)
+    }
+
+    /// Returns the stated rate of a scheduler's engine for computing prompts.
+    pub(super) fn prefill_rate(&self, scheduler: SessionId) -> Option<PrefillRate> {
+        self.schedulers.get(&scheduler)?.prefill
+    }
+
+    /// Returns the served engine of a namespace that computes a prompt of so many tokens soonest. Engines of
+    /// unknown rate come last.
+    pub(super) fn soonest_in(&self, namespace: NamespaceDigest, tokens: u64) -> Option<SessionId> {
+        let serves = |scheduler: &SchedulerRole| scheduler.binding().is_some_and(|it| it.base == namespace);
+        let served =
+            self.schedulers.iter().filter(|(_, scheduler)| !scheduler.is_probe() && serves(scheduler));
+        let seconds = |rate: Option<PrefillRate>| rate.map_or(f64::INFINITY, |rate| rate.seconds(0, tokens));
+        let soonest =
+            served.min_by(|(_, one), (_, other)| seconds(one.prefill).total_cmp(&seconds(other.prefill)));
+        soonest.map(|(session, _)| *session)
     }
 
     /// Returns the name of a scheduler's engine.

@@ -24,6 +24,7 @@ mod namespaces;
 mod peers;
 mod queries;
 mod quotas;
+mod score;
 mod sources;
 mod ssd;
 mod stats;
@@ -63,6 +64,7 @@ use self::namespaces::Binding;
 pub use self::peers::{FAULT_NAMES, PeersStats, peer_tier};
 use self::queries::Queries;
 use self::quotas::CoreQuotas;
+pub use self::score::{PromptPlaces, PromptScore, ScoredKeys};
 use self::sources::Sources;
 pub use self::ssd::{SsdStats, disk_tier};
 pub use self::stats::CoreStats;
@@ -470,6 +472,12 @@ impl Core {
     /// Returns the places of each of these blocks of a namespace.
     pub fn locate(&self, namespace: NamespaceDigest, hashes: &[BlockHash]) -> Vec<Location> {
         inventory::locate_blocks(namespace, hashes, &self.base)
+    }
+
+    /// Looks at some more keys of a prompt. Returns its score once that is whole.
+    pub fn follow_score(&self, score: &mut PromptScore) -> Option<PromptPlaces> {
+        let goes_on = score.step(&self.base, &self.queries);
+        (!goes_on).then(|| score.places(&self.base))
     }
 
     /// Begins to evict a namespace: its blocks on their way, by saves or reads, are not kept, either. `None`:

@@ -173,6 +173,11 @@ impl MeshPeers {
         self.directory.holders(key)
     }
 
+    /// Returns the directory of peers' blocks.
+    pub(super) fn directory(&self) -> &Directory {
+        &self.directory
+    }
+
     pub(super) fn peers_stats(&self) -> PeersStats {
         PeersStats {
             peers: self.directory.peers().collect(),

@@ -248,6 +248,12 @@ impl Sources {
         self.tiers.iter().find_map(|tier| tier.lane(binding, run, cx))
     }
 
+    /// Returns the source of the first block of a run on this node, below memory.
+    pub(super) fn lane_here(&self, binding: &Binding, run: &[BlockHash], cx: &Context) -> Option<SourceLane> {
+        let here = self.tiers.iter().filter(|tier| tier.source() != Source::Peer);
+        here.filter_map(|tier| tier.lane(binding, run, cx)).next()
+    }
+
     /// Returns the number of a run's first blocks in memory or to be brought there, as far as is known.
     pub(super) fn reach(&self, binding: &Binding, run: &[BlockHash], cx: &Context) -> usize {
         let (mut at, mut kept) = (0, Vec::with_capacity(run.len()));

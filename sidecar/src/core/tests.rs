@@ -11,6 +11,7 @@ mod on_device;
 mod proofs;
 mod quotas;
 mod scans;
+pub(super) mod score;
 mod states;
 mod timing;
 

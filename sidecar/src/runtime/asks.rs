@@ -1,9 +1,15 @@
 //! Requests to the data thread from outside: one between two turns; a long one is cut into parts.
 
+use std::time::Duration;
+
+use mesh::transport::PeerNumber;
+
 use super::Runtime;
-use crate::control::inbox::{ControlAsk, Evicted, FoundBlock, KnownRates, Reply, Surveyed};
-use crate::core::{Eviction, Location, Survey};
-use crate::ports::peers::PeersPort;
+use crate::control::inbox::{ControlAsk, Evicted, FoundBlock, KnownRates, Reply, ScoreStep, Surveyed};
+use crate::core::{Eviction, Location, PromptScore, Survey};
+
+/// Time of a turn for a score, plus at most one part of its keys: engines are answered behind it.
+const SCORE_TURN_MAX: Duration = Duration::from_micros(100);
 
 /// A request that takes several turns.
 #[derive(Debug)]
@@ -38,6 +44,8 @@ impl Runtime {
                 let _ = reply.send(located.map(|location| self.name_location(location)).collect());
             }
             ControlAsk::Rates(reply) => drop(reply.send(self.known_rates())),
+            ControlAsk::Score(_, reply) if reply.is_closed() => {}
+            ControlAsk::Score(score, reply) => drop(reply.send(self.follow_score(score))),
             ControlAsk::Evict(_, reply) if reply.is_closed() => {}
             ControlAsk::Evict(_, reply) if self.opener.is_some() || self.core.recovers() => {
                 let _ = reply.send(Evicted::Recovering);
@@ -75,6 +83,25 @@ impl Runtime {
         }
     }
 
+    /// Goes on with a score for [`SCORE_TURN_MAX`].
+    fn follow_score(&self, mut score: Box<PromptScore>) -> ScoreStep {
+        let began = self.clock.now();
+        loop {
+            let whole = self.core.follow_score(&mut score);
+            let places = whole.map(|places| {
+                let names =
+                    places.peers.iter().filter_map(|(peer, tokens)| Some((self.peer_name(*peer)?, *tokens)));
+                let names = names.collect();
+                (places, names)
+            });
+            let took = self.clock.now().saturating_sub(began);
+            if places.is_some() || took >= SCORE_TURN_MAX {
+                self.inbox.count_scored(took);
+                return ScoreStep { score, places };
+            }
+        }
+    }
+
     /// The known rates.
     fn known_rates(&self) -> KnownRates {
         let engines = self.core.engine_rates().into_iter();
@@ -100,10 +127,16 @@ impl Runtime {
         Some(known.filter_map(|known| Some((peers.name(known.peer)?.to_owned(), known.keys))).collect())
     }
 
+    fn peer_name(&self, peer: PeerNumber) -> Option<String> {
+        self.peers.as_ref().and_then(|peers| peers.name(peer)).map(str::to_owned)
+    }
+
     fn name_location(&self, location: Location) -> FoundBlock {
-        let name =
-            |peer| self.peers.as_ref().and_then(|peers: &PeersPort| peers.name(peer)).map(str::to_owned);
         let Location { memory, below: disk, peers } = location;
-        FoundBlock { memory, disk, peers: peers.into_iter().filter_map(name).collect() }
+        FoundBlock {
+            memory,
+            disk,
+            peers: peers.into_iter().filter_map(|peer| self.peer_name(peer)).collect(),
+        }
     }
 }

@@ -183,6 +183,11 @@ impl Server {
         self.control.tcp()
     }
 
+    /// The address of routers that ask for scores, if there is one.
+    pub fn score(&self) -> Option<SocketAddr> {
+        self.control.score()
+    }
+
     /// A descriptor, readable once an operator has requested the end.
     pub fn asked(&self) -> BorrowedFd<'_> {
         self.control.end_signal()

@@ -65,12 +65,12 @@ pub enum CtlError {
     #[error("namespace {0} is unknown here: pillion ctl namespaces lists those that are known")]
     Namespace(String),
     #[error(
-        "--address and --token-file FILE, the sidecar's --control-token-file, belong together: pass both, or neither"
+        "--address and --token-file FILE, the token of that address, belong together: pass both, or neither"
     )]
     Pair,
     #[error(transparent)]
     Token(#[from] ConfigError),
-    #[error("cannot read keys from standard input ({0}): pass them in hex, apart by white space")]
+    #[error("cannot read standard input ({0}): pass keys in hex or token ids, apart by white space")]
     Input(std::io::Error),
 }
 
@@ -173,7 +173,9 @@ impl ControlTarget {
         match self {
             Self::Unix(_) => "pass the sidecar's --control-socket PATH",
             Self::Pages(_) => "start the sidecar, or pass its --http IP:PORT",
-            Self::Tcp { .. } => "start the sidecar, or pass its --control-listen as --address HOST:PORT",
+            Self::Tcp { .. } => {
+                "start the sidecar, or pass its --control-listen as --address HOST:PORT, or for score its --score-listen"
+            }
         }
     }
 

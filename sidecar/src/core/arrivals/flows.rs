@@ -161,6 +161,22 @@ impl Flows {
         self.owed(lane, self.0.get(&lane).map_or(0, |flow| flow.begun), since_ms)
     }
 
+    /// Returns the milliseconds until so many further bytes of each source would be here. `None`: the rate of
+    /// one is unknown.
+    pub(in crate::core) fn ms_for_more(&self, bytes: &BTreeMap<SourceLane, u64>, now_ms: u64) -> Option<f64> {
+        let ms = |(lane, bytes): (&SourceLane, &u64)| {
+            let flow = self.0.get(lane)?;
+            // An idle source begins at its pace of before, with its first byte.
+            let (rate, first_ms) = match flow.waiting() {
+                0 => (flow.pace.rate(), flow.first_ms),
+                _ => (flow.rate(now_ms), 0),
+            };
+            let rate = rate.filter(|rate| *rate > 0.0)?;
+            Some((flow.waiting() + bytes) as f64 / rate + first_ms as f64)
+        };
+        bytes.iter().map(ms).try_fold(0.0, |longest: f64, ms| Some(longest.max(ms?)))
+    }
+
     /// Returns the rest of a wait for these sources at `now_ms`.
     pub(in crate::core) fn ahead(&self, owed: &BTreeMap<SourceLane, Owed>, now_ms: u64) -> Ahead {
         let mut ahead = Ahead { ms: Some(0.0), ..Ahead::default() };
@@ -237,6 +253,22 @@ mod tests {
             let left = ms(&flows, &owed, now_ms);
             assert!((5_000.0..17_000.0).contains(&left), "8 s are left, not {left} ms at {now_ms}");
         }
+    }
+
+    #[test]
+    fn further_bytes_come_behind_those_under_way_and_from_an_idle_source_at_its_pace() {
+        let mut flows = Flows::default();
+        let more = |mib: u64| BTreeMap::from([(DISK, mib * MIB)]);
+        assert_eq!(flows.ms_for_more(&more(1), 0), None, "its rate is unknown");
+        let owed = asked(&mut flows, DISK, 1000, 0);
+        give(&mut flows, DISK, 0..1000, 2);
+        let beside = flows.ms_for_more(&more(100), 1000).unwrap();
+        assert!((beside - ms(&flows, &owed, 1000) - 200.0).abs() < 10.0, "{beside}");
+        give(&mut flows, DISK, 1000..2000, 2);
+        let idle = flows.ms_for_more(&more(100), 60_000).unwrap();
+        assert!((idle - 200.0).abs() < 10.0, "{idle}");
+        let other = BTreeMap::from([(DISK, MIB), (SourceLane::Disk(1), MIB)]);
+        assert_eq!(flows.ms_for_more(&other, 60_000), None);
     }
 
     #[test]

@@ -5,6 +5,7 @@ mod absences;
 mod early;
 mod fruitless;
 mod promises;
+mod score;
 mod states;
 mod windows;
 mod worth;

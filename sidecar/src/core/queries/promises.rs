@@ -19,7 +19,7 @@ use mesh::directory::Credit;
 use mesh::transport::PeerNumber;
 use shm_protocol::key::{BlockHash, BlockKey};
 
-use super::{Action, Base, Context, Queries, Question, SessionId};
+use super::{Action, Base, Binding, Context, Queries, QueryAsker, Question, SessionId};
 use crate::core::engines::SchedulerRole;
 
 /// Limit of prompts promised by an engine at once: as many as another engine may await.
@@ -205,6 +205,19 @@ impl Queries {
         }
     }
 
+    /// Returns the number of leading keys of a prompt that engines here have promised.
+    pub(crate) fn promised_run(&self, binding: &Binding, keys: &[BlockHash], base: &Base) -> usize {
+        let promises = |session: &SessionId, asker: &QueryAsker| {
+            base.engines.bound_to(*session) == Some(binding.namespace)
+                && works(&base.engines[*session], &base.cx)
+                && asker.credit.is_believed()
+        };
+        let believed = self.askers.iter().filter(|(session, asker)| promises(session, asker));
+        let logs = believed
+            .flat_map(|(_, QueryAsker { logs, .. })| logs.promised.iter().map(|log| logs.known(*log)));
+        logs.map(|log| count_common(&log.keys, keys)).max().unwrap_or(0)
+    }
+
     fn credit<'a>(&'a self, promiser: Promiser, base: &'a Base) -> Option<&'a Credit> {
         match promiser {
             Promiser::Engine(session) => self.askers.get(&session).map(|asker| &asker.credit),
@@ -218,6 +231,17 @@ impl Queries {
             Promiser::Peer(peer) => base.sources.mesh_mut()?.credit_mut(peer),
         }
     }
+}
+
+/// Returns the number of leading keys in both lists. A key depends on all keys before it, so equal keys have
+/// equal ones before them.
+fn count_common(one: &[BlockHash], other: &[BlockHash]) -> usize {
+    let (mut common, mut end) = (0, one.len().min(other.len()));
+    while common < end {
+        let middle = common.midpoint(end);
+        if one[middle] == other[middle] { common = middle + 1 } else { end = middle }
+    }
+    common
 }
 
 /// Returns a line for the log: requests no longer wait for this promiser.

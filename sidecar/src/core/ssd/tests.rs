@@ -1,6 +1,7 @@
 //! The rules of the SSD tier in the core, against the real tiers. A list of jobs, ended by the test, stands
 //! for the devices.
 
+mod score;
 mod states;
 mod worth;
 

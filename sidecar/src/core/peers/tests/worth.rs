@@ -7,7 +7,7 @@ use super::*;
 use crate::core::tests::{RUN, changed, hello, rank_hello_of};
 
 /// An engine with 100 ms for a block, and peer A with these blocks.
-fn judged(keys: Range<u32>) -> Scene {
+pub(super) fn judged(keys: Range<u32>) -> Scene {
     let mut scene = Scene::new();
     scene.event(CoreEvent::Disconnected { session: SCHEDULER });
     scene.event(CoreEvent::Disconnected { session: RANKS[0] });

@@ -83,7 +83,7 @@ impl Publisher {
         let data = DataAddresses { tcp: "127.0.0.1:9".parse().expect("an address"), rdma: None };
         let config = ControlConfig::new(own, listen, data, Members::Static(peers), security);
         let control = Control::start(config, up).expect("a control");
-        control.publish((0..KEYS).map(|number| DigestChange::Added(digest(node, number))).collect());
+        control.publish((0..KEYS).map(|number| DigestChange::Added(digest(node, number))).collect(), false);
         Self { control, node, next: 0 }
     }
 
@@ -96,7 +96,7 @@ impl Publisher {
             DigestChange::Added(digest(self.node, KEYS + number))
         };
         self.next += 1;
-        self.control.publish(vec![change]);
+        self.control.publish(vec![change], false);
     }
 }
 
@@ -163,6 +163,7 @@ fn keep(news: &Receiver<MemberEvent>, followed: &AtomicU64) {
             MemberEvent::Promises { number, promises, .. } => {
                 _ = directory.replace_promises(number, promises)
             }
+            MemberEvent::Greeted { .. } => {}
             MemberEvent::Left { number, why } => panic!("{number:?} left: {why}"),
             MemberEvent::Stale { number: PeerNumber(number) } => eprintln!("nothing is heard of {number}"),
             MemberEvent::Note(text) => eprintln!("{text}"),

@@ -263,9 +263,10 @@ impl Control {
         Ok(Self { commands, address, figures, thread: Some(thread), ended })
     }
 
-    /// Announces changes of the blocks kept on this node to its followers.
-    pub fn publish(&self, changes: Vec<DigestChange>) {
-        self.order(ControlCommand::Publish(changes));
+    /// Announces changes of the blocks kept on this node to its followers. With `at_once`, as for blocks
+    /// computed for another engine, they are not gathered while a request of any follower waits.
+    pub fn publish(&self, changes: Vec<DigestChange>, at_once: bool) {
+        self.order(ControlCommand::Publish(changes, at_once));
     }
 
     /// Replaces the promises of this node's engines. Each promise is given by its last keys. Followers get
@@ -287,7 +288,7 @@ impl Control {
 
     /// Asks peers to send their changes sooner for a time, because a request here waits for a block which a
     /// peer may be about to have. Call it again every second while such a request waits. It sends a message
-    /// to each peer, but only in a mesh so large that it matters.
+    /// to each peer.
     pub fn announce_wait(&self) {
         self.order(ControlCommand::Wait);
     }

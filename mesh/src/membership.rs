@@ -46,6 +46,9 @@ pub enum MemberEvent {
         /// Address at which RDMA is set up, if the member has NICs for it.
         rdma: Option<SocketAddr>,
     },
+    /// A member's stream is up, and states whether the member keeps standing asks. An earlier member did not
+    /// state it.
+    Greeted { number: PeerNumber, keeps_asks: bool },
     /// A member has left and must be cut off. No event has its number again.
     Left { number: PeerNumber, why: Parting },
     /// The whole inventory of a member.

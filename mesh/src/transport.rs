@@ -64,6 +64,18 @@ pub struct Fetch {
     pub blocks: Vec<(Label, u64)>,
     /// Time limit of the whole fetch.
     pub deadline: Duration,
+    /// The terms for blocks that the peer has promised, and may commit later. The peer must have stated that it
+    /// keeps standing asks; the blocks then follow each other in the promised prompt.
+    pub standing: Option<StandingTerms>,
+}
+
+/// The terms of an ask for promised blocks: it stands at the owner until they are committed.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub struct StandingTerms {
+    /// Milliseconds for which the ask may stand.
+    pub patience_ms: u32,
+    /// Place of the first block among all blocks of the promised prompt.
+    pub place: u32,
 }
 
 /// The end of a block of a fetch, in any order. The slot belongs to the caller again.
@@ -166,13 +178,17 @@ pub enum Refusal {
 pub enum TransportEvent {
     /// A block of a fetch has ended.
     Done(FetchDone),
-    /// A peer requests blocks. The caller answers soon with one [`GrantedSlots`].
+    /// A peer requests blocks. The caller answers with one [`GrantedSlots`]: soon, or within the patience of a
+    /// standing ask.
     Asked {
         ask: u64,
         peer: PeerNumber,
         /// The requested blocks.
         blocks: Vec<Label>,
+        standing: Option<StandingTerms>,
     },
+    /// The connection of a standing ask has ended. The caller answers it at once, unless it has already.
+    Withdrawn { ask: u64 },
     /// The checksum of a granted slot, unknown until now: for its header. Comes before its [`TransportEvent::Release`].
     Checksum {
         slot: SlotRef,

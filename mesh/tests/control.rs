@@ -65,6 +65,7 @@ fn nodes_that_list_each_other_know_what_each_keeps_whoever_is_first() {
     two.seen(|seen| {
         let member = &seen.members[&number];
         assert_eq!(member.peer.address, SocketAddr::new(all[0].ip(), all[0].port() + 1));
+        assert!(member.keeps_asks, "it states so in its greeting");
         assert_eq!(member.rdma, Some(SocketAddr::new(all[0].ip(), all[0].port() + 2)));
     });
     // Changes arrive at both followers.

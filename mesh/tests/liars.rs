@@ -14,8 +14,8 @@ use mesh::control::service::inventory_client::InventoryClient;
 use mesh::control::service::inventory_server::{Inventory, InventoryServer};
 use mesh::control::wire::namespaces::{NamespaceMessage, NamespacesReply, NamespacesRequest};
 use mesh::control::wire::{
-    Begin, Delta, DigestChunk, FollowHeartbeat, FollowHello, FollowPromises, FollowReply, FollowRequest,
-    Said, VERSION, WaitReply, WaitRequest,
+    Begin, CheckedReply, Delta, DigestChunk, FollowHeartbeat, FollowHello, FollowPromises, FollowReply,
+    FollowRequest, Said, ServerFeatures, VERSION, WaitReply, WaitRequest,
 };
 use mesh::control::{ControlLimits, Members};
 use mesh::refusals::Reason;
@@ -412,4 +412,11 @@ fn a_follower_that_is_wrong_is_refused_with_the_reason() {
     {
         one.refused(reason, wrong);
     }
+}
+
+#[test]
+fn a_greeting_of_an_earlier_release_states_no_features() {
+    let reply = FollowReply { said: Some(Said::Hello(hello())) };
+    let Ok(CheckedReply::Hello(_, _, features)) = reply.validate() else { panic!("a greeting") };
+    assert_eq!(features, ServerFeatures { hears_waits: false, keeps_asks: false });
 }

@@ -171,7 +171,8 @@ fn more_than_the_bounds_is_refused_at_once() {
     let offset = shm_protocol::pool::SEGMENT_ALIGN;
     for ticket in 1000..1070 {
         let blocks = vec![(wanted, offset); 256];
-        let fetch = mesh::transport::Fetch { ticket, peer: PeerNumber(1), blocks, deadline: LONG };
+        let fetch =
+            mesh::transport::Fetch { ticket, peer: PeerNumber(1), blocks, deadline: LONG, standing: None };
         one.transport().post_fetch(fetch);
     }
     let refused = Err(FetchFault::Refused(Refusal::Busy));

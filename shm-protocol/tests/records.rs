@@ -138,8 +138,13 @@ fn hellos() -> impl Strategy<Value = (Hello, usize)> {
 
 fn replies() -> impl Strategy<Value = Reply> {
     let numbers = (any::<u64>(), any::<u64>(), any::<u64>(), any::<u64>(), any::<u64>());
-    let welcome = (numbers, "[0-9a-f]{32}", prop::option::of(".{0,200}"), any::<[bool; 3]>()).prop_map(
-        |((epoch, session, lease_ttl_ms, pool_bytes, segment_bytes), ns, note, [handover, tails, states])| {
+    let welcome = (numbers, "[0-9a-f]{32}", prop::option::of(".{0,200}"), any::<[bool; 4]>()).prop_map(
+        |(
+            (epoch, session, lease_ttl_ms, pool_bytes, segment_bytes),
+            ns,
+            note,
+            [handover, tails, states, devices],
+        )| {
             let version = PROTOCOL_VERSION;
             Reply::Welcome(Welcome {
                 version,
@@ -154,6 +159,7 @@ fn replies() -> impl Strategy<Value = Reply> {
                 handover,
                 tails,
                 states,
+                devices,
             })
         },
     );

@@ -29,7 +29,8 @@ const NAMES_MAX: usize = 32;
 
 /// Commands of the caller. Their queue has no limit because its thread never waits.
 pub(super) enum ControlCommand {
-    Publish(Vec<DigestChange>),
+    /// Changes of blocks; true: they are not gathered while a follower waits.
+    Publish(Vec<DigestChange>, bool),
     Promise(Vec<Digest>),
     Resync(PeerNumber),
     /// Asks members for their namespaces.
@@ -100,9 +101,14 @@ async fn run_loop(
         };
         tokio::select! {
             order = orders.recv() => match order {
-                Some(ControlCommand::Publish(changes)) => {
+                Some(ControlCommand::Publish(changes, at_once)) => {
                     lock_mutex(&shared.feed).apply(&changes);
-                    seal.get_or_insert_with(gathered);
+                    if at_once && shared.any_waits() {
+                        seal = None;
+                        shared.seal_changes();
+                    } else {
+                        seal.get_or_insert_with(gathered);
+                    }
                 }
                 Some(ControlCommand::Promise(promises)) => {
                     lock_mutex(&shared.feed).set_promises(promises);
@@ -112,13 +118,12 @@ async fn run_loop(
                 Some(ControlCommand::Namespaces(reply)) => {
                     tokio::spawn(namespaces::ask_all(Arc::clone(&shared), reply));
                 }
-                Some(ControlCommand::Wait) => shared.say_that_one_waits(),
+                Some(ControlCommand::Wait) => shared.waits.send_replace(()),
                 Some(ControlCommand::Drain) | None => break,
             },
             () = due => {
                 seal = None;
-                lock_mutex(&shared.feed).seal();
-                shared.published.send_replace(());
+                shared.seal_changes();
             }
             _ = clock.tick() => shared.tick(),
         }

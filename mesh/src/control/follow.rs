@@ -14,7 +14,9 @@ use super::back_off::BackOff;
 use super::dial::{dial_address, run_within};
 use super::service::inventory_client::InventoryClient;
 use super::shared::ControlShared;
-use super::wire::{CheckedReply, FollowReply, FollowRequest, MalformedReply, REPLY_BYTES_MAX, WaitRequest};
+use super::wire::{
+    CheckedReply, FollowReply, FollowRequest, MalformedReply, REPLY_BYTES_MAX, ServerFeatures, WaitRequest,
+};
 use crate::digest::Thinning;
 use crate::feed::{FeedMessage, FollowError, Follower, FollowerEvent, keys_max};
 use crate::membership::{FollowFailure, Identity, MemberEndpoint};
@@ -139,7 +141,7 @@ async fn stream(
         Ok(answer.into_inner())
     })
     .await?;
-    let (identity, hears_waits) = greeting(shared, &mut replies).await?;
+    let (identity, features) = greeting(shared, &mut replies).await?;
     let Some(number) = shared.hello(endpoint, &identity)? else {
         // The peer is this node itself: the membership is about to end this task.
         std::future::pending().await
@@ -147,6 +149,7 @@ async fn stream(
     // A peer is another member after it left and came back meanwhile, with an unknown inventory.
     known.upto = known.upto.filter(|(of, boot, _)| (*of, *boot) == (number, identity.boot));
     *up = Some(Instant::now());
+    shared.report_event(MemberEvent::Greeted { number, keeps_asks: features.keeps_asks });
     let keys_max = keys_max(config.directory_bytes, shared.sharing());
     let follower = match known.upto {
         Some((.., sequence)) => Follower::resumed(keys_max, sequence, known.thinning),
@@ -155,7 +158,7 @@ async fn stream(
     let event = apply_replies(shared, &mut replies, known, follower, (number, identity.boot, keys_max));
     tokio::select! {
         event = event => event,
-        never = say_waits(shared, client), if hears_waits => match never {},
+        never = say_waits(shared, client), if features.hears_waits => match never {},
     }
 }
 
@@ -199,15 +202,14 @@ async fn say_waits(shared: &ControlShared, mut client: InventoryClient<Channel>)
     }
 }
 
-/// Reads a member's greeting. Returns its identity, and true if it has the method `Wait`. Fails if the member
-/// belongs to another mesh.
+/// Reads a member's greeting. Returns its identity and features. Fails if the member belongs to another mesh.
 async fn greeting(
     shared: &ControlShared,
     replies: &mut Streaming<FollowReply>,
-) -> Result<(Identity, bool), String> {
+) -> Result<(Identity, ServerFeatures), String> {
     match reply(shared, replies).await? {
-        CheckedReply::Hello(mesh, identity, hears_waits) if mesh == shared.config.mesh => {
-            Ok((identity, hears_waits))
+        CheckedReply::Hello(mesh, identity, features) if mesh == shared.config.mesh => {
+            Ok((identity, features))
         }
         CheckedReply::Hello(mesh, ..) => {
             shared.count_refusal(Reason::Mesh);

@@ -17,7 +17,7 @@ use crate::feed::Feed;
 #[cfg(feature = "etcd")]
 use crate::membership::Registration;
 use crate::membership::{FollowFailure, Identity, MemberEndpoint, Membership, MembershipStep};
-use crate::pace::{self, FollowerPace};
+use crate::pace::FollowerPace;
 use crate::refusals::Reason;
 use crate::sync::{Rarely, lock_mutex, read_clock};
 use crate::tls::Credentials;
@@ -136,6 +136,12 @@ impl ControlShared {
         read_clock().saturating_duration_since(self.began).as_millis() as u64
     }
 
+    /// Announces the gathered changes and promises to all followers.
+    pub(super) fn seal_changes(&self) {
+        lock_mutex(&self.feed).seal();
+        self.published.send_replace(());
+    }
+
     // === pace ===
 
     pub(super) fn add_follower(&self) -> u64 {
@@ -161,12 +167,9 @@ impl ControlShared {
         lock_mutex(&self.pace).follower_rest(follower, self.now_ms())
     }
 
-    /// Notifies peers of a waiting request here, if they may have so many followers that it makes a
-    /// difference.
-    pub(super) fn say_that_one_waits(&self) {
-        if pace::compute_rest(self.config.limits.turn, self.sharing()) > pace::GATHER {
-            self.waits.send_replace(());
-        }
+    /// True if any follower has a waiting request.
+    pub(super) fn any_waits(&self) -> bool {
+        lock_mutex(&self.pace).count_waiting(self.now_ms()) > 0
     }
 
     // === membership ===

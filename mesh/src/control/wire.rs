@@ -26,6 +26,9 @@
 //!    prompt. They replace the promises sent before, and end with the stream. An older follower does not
 //!    request them, and an older server does not send them.
 //!
+//! 8. A server with `keeps_asks` in its greeting keeps standing asks: the follower may send `Stand` frames to its
+//!    block transport over TCP ([`crate::transport::tcp::frame`]). An older server states nothing, and gets none.
+//!
 //! A digest is XXH3-64 over namespace digest (16 bytes), group (u32, little-endian) and hash (32 bytes) of a
 //! block ([`Digest`]). With a thinning of n, only digests are sent whose n bits from bit 16 up are zero.
 //!
@@ -126,6 +129,19 @@ pub struct FollowHello {
     /// True if the server has the method `Wait`.
     #[prost(bool, tag = "7")]
     pub hears_waits: bool,
+    /// True if the server keeps asks for promised blocks until these are committed: its block transport over TCP
+    /// takes `Stand` frames.
+    #[prost(bool, tag = "8")]
+    pub keeps_asks: bool,
+}
+
+/// The parts of the protocol that a server has and an earlier one lacks.
+#[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
+pub struct ServerFeatures {
+    /// It has the method `Wait`.
+    pub hears_waits: bool,
+    /// It keeps standing asks.
+    pub keeps_asks: bool,
 }
 
 /// Voids all digests sent before.
@@ -191,8 +207,8 @@ pub struct WaitReply {}
 /// A checked reply.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub enum CheckedReply {
-    /// The server's mesh and identity, and true if it has the method `Wait`.
-    Hello(String, Identity, bool),
+    /// The server's mesh, identity and features.
+    Hello(String, Identity, ServerFeatures),
     Feed(FeedMessage),
     Heartbeat,
 }
@@ -248,6 +264,7 @@ impl FollowReply {
             tcp: config.data.tcp.to_string(),
             rdma: config.data.rdma.map(|rdma| rdma.to_string()).unwrap_or_default(),
             hears_waits: true,
+            keeps_asks: true,
         });
         Self { said: Some(said) }
     }
@@ -311,7 +328,8 @@ impl FollowHello {
         let rdma = Some(&self.rdma).filter(|rdma| !rdma.is_empty());
         let rdma = rdma.map(|rdma| address(rdma, "RDMA address")).transpose()?;
         let data = DataAddresses { tcp, rdma };
-        Ok(CheckedReply::Hello(self.mesh, Identity { node, boot, data }, self.hears_waits))
+        let features = ServerFeatures { hears_waits: self.hears_waits, keeps_asks: self.keeps_asks };
+        Ok(CheckedReply::Hello(self.mesh, Identity { node, boot, data }, features))
     }
 }
 

@@ -79,6 +79,8 @@ pub(crate) struct Member {
     pub(crate) filter: Option<Filter>,
     /// The last keys of the prompts promised by this member, and the number of messages with promises.
     pub(crate) promises: (Vec<Digest>, u32),
+    /// It states that it keeps standing asks.
+    pub(crate) keeps_asks: bool,
     overfull: bool,
     /// Its inventory was requested again.
     resync: bool,
@@ -163,7 +165,7 @@ impl Crew {
     }
 
     pub(crate) fn publish(&self, changes: Vec<DigestChange>) {
-        self.control().publish(changes);
+        self.control().publish(changes, false);
     }
 
     /// The namespaces of its members.
@@ -257,6 +259,7 @@ impl Seen {
                     rdma,
                     filter: None,
                     promises: Default::default(),
+                    keeps_asks: false,
                     overfull: false,
                     resync: false,
                     snapshots: 0,
@@ -265,6 +268,7 @@ impl Seen {
                 };
                 self.members.insert(number, member);
             }
+            MemberEvent::Greeted { number, keeps_asks } => self.member(number).keeps_asks = keeps_asks,
             MemberEvent::Left { number, why } => {
                 let member = self.members.remove(&number).expect("who leaves was there");
                 self.left.push((number, member.peer.node, why));

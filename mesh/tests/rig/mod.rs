@@ -17,8 +17,8 @@ use std::time::{Duration, Instant};
 use mesh::refusals::{Reason, RefusalCounts};
 use mesh::transport::tcp::{Security, Tcp, TcpConfig, TcpLimits};
 use mesh::transport::{
-    BootId, Fetch, FetchDone, FetchFault, Grant, GrantedSlots, Label, NodeId, Peer, PeerNumber, Transport,
-    TransportEvent,
+    BootId, Fetch, FetchDone, FetchFault, Grant, GrantedSlots, Label, NodeId, Peer, PeerNumber,
+    StandingTerms, Transport, TransportEvent,
 };
 use rustix::fs::MemfdFlags;
 use shm_protocol::blocks::PoolBlocks;
@@ -95,6 +95,9 @@ pub(crate) struct Seen {
     /// The releases of each ask, each with the number of blocks sent.
     pub(crate) released: HashMap<u64, Vec<u32>>,
     pub(crate) asked: Vec<(u64, PeerNumber, Vec<Label>)>,
+    /// Standing asks, which the test grants, and those withdrawn.
+    pub(crate) standing: Vec<(u64, StandingTerms)>,
+    pub(crate) withdrawn: Vec<u64>,
     kept: HashMap<Label, (SlotRef, Option<u64>)>,
     /// Other bytes lie in the places of the kept blocks: none is granted.
     scribbled: bool,
@@ -276,10 +279,32 @@ impl Node {
 
     /// Begins a fetch. Returns its ticket and its slots.
     pub(crate) fn fetch(&mut self, peer: u32, labels: &[Label], deadline: Duration) -> Fetching {
+        self.fetch_by(peer, labels, deadline, None)
+    }
+
+    /// Begins a fetch of promised blocks, the first of them at place 7 of its prompt.
+    pub(crate) fn stand(&mut self, peer: u32, labels: &[Label], deadline: Duration) -> Fetching {
+        let terms = StandingTerms { patience_ms: deadline.as_millis() as u32, place: 7 };
+        self.fetch_by(peer, labels, deadline, Some(terms))
+    }
+
+    fn fetch_by(
+        &mut self,
+        peer: u32,
+        labels: &[Label],
+        deadline: Duration,
+        standing: Option<StandingTerms>,
+    ) -> Fetching {
         self.ticket += 1;
         let blocks: Vec<_> = labels.iter().map(|label| (*label, self.slot())).collect();
         let fetching = Fetching { ticket: self.ticket, blocks: blocks.clone() };
-        self.transport().post_fetch(Fetch { ticket: self.ticket, peer: PeerNumber(peer), blocks, deadline });
+        self.transport().post_fetch(Fetch {
+            ticket: self.ticket,
+            peer: PeerNumber(peer),
+            blocks,
+            deadline,
+            standing,
+        });
         fetching
     }
 
@@ -396,12 +421,15 @@ impl Shared {
             TransportEvent::Done(FetchDone { ticket, index, result }) => {
                 seen.done.entry((ticket, index)).or_default().push(result);
             }
-            TransportEvent::Asked { ask, peer, blocks } => {
-                if owner == Owner::Grants {
+            TransportEvent::Asked { ask, peer, blocks, standing } => {
+                if let Some(terms) = standing {
+                    seen.standing.push((ask, terms));
+                } else if owner == Owner::Grants {
                     post.send(seen.grant(ask, &blocks)).unwrap();
                 }
                 seen.asked.push((ask, peer, blocks));
             }
+            TransportEvent::Withdrawn { ask } => seen.withdrawn.push(ask),
             TransportEvent::Checksum { slot, checksum } => {
                 seen.checksums.push((slot, checksum));
                 let kept = seen.kept.values_mut().find(|(kept, _)| *kept == slot);

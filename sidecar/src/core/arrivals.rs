@@ -42,6 +42,8 @@ pub(super) struct Arrivals {
     coming: BTreeMap<BlockKey, Coming>,
     /// Number of arrivals filled by saves.
     saved: usize,
+    /// Bytes of standing arrivals.
+    standing_bytes: u64,
     pub(super) flows: Flows,
 }
 
@@ -55,6 +57,8 @@ struct Coming {
     lane: Option<(SourceLane, u64, u64)>,
     /// It is late, and its waiters were answered without it.
     late: bool,
+    /// It is asked for at its source, which may have it much later: no operation waits for it.
+    standing: bool,
     /// It will not be kept: the block kept under its key was removed meanwhile.
     distrusted: bool,
     /// When it was first awaited, if a save fills it.
@@ -73,10 +77,15 @@ impl Coming {
             bytes: 0,
             lane: None,
             late: false,
+            standing: false,
             distrusted: false,
             saved_since_ms: None,
             waiting,
         }
+    }
+
+    fn is_in_time(&self) -> bool {
+        !self.late && !self.standing
     }
 }
 
@@ -89,6 +98,7 @@ impl Arrivals {
             bytes: 0,
             coming: BTreeMap::new(),
             saved: 0,
+            standing_bytes: 0,
             flows: Flows::default(),
         }
     }
@@ -102,12 +112,12 @@ impl Arrivals {
     /// filled by a save counts with `awaits` alone.
     pub(super) fn is_in_time(&self, key: &BlockKey, awaits: bool) -> Option<bool> {
         let coming = self.coming.get(key).filter(|coming| awaits || coming.saved_since_ms.is_none());
-        coming.map(|coming| !coming.late)
+        coming.map(Coming::is_in_time)
     }
 
     /// Lets `waiter` wait for a block. Returns its slot; `None` if the block is late or not on its way.
     pub(super) fn join_waiter(&mut self, key: &BlockKey, waiter: Waiter) -> Option<SlotRef> {
-        let coming = self.coming.get_mut(key).filter(|coming| !coming.late)?;
+        let coming = self.coming.get_mut(key).filter(|coming| coming.is_in_time())?;
         coming.waiting.push(waiter);
         Some(coming.slot)
     }
@@ -150,6 +160,29 @@ impl Arrivals {
         self.insert(key, Coming { source, bytes, ..Coming::new(slot) });
     }
 
+    /// Notes a block asked for at its source before the source has it.
+    pub(super) fn begin_standing(&mut self, key: BlockKey, slot: SlotRef, bytes: u64) {
+        (self.bytes, self.standing_bytes) = (self.bytes + bytes, self.standing_bytes + bytes);
+        self.insert(key, Coming { source: Source::Peer, bytes, standing: true, ..Coming::new(slot) });
+    }
+
+    pub(super) fn is_standing(&self, key: &BlockKey) -> bool {
+        self.coming.get(key).is_some_and(|coming| coming.standing)
+    }
+
+    /// Notes that the source has a standing block now: it is on its way.
+    pub(super) fn end_standing(&mut self, key: &BlockKey) {
+        if let Some(coming) = self.coming.get_mut(key).filter(|coming| coming.standing) {
+            coming.standing = false;
+            self.standing_bytes -= coming.bytes;
+        }
+    }
+
+    /// Returns the bytes of further blocks that may stand: all of them have a part of the limit.
+    pub(super) fn standing_room(&self) -> u64 {
+        (self.bytes_max / PART).saturating_sub(self.standing_bytes)
+    }
+
     /// Notes a request to a source for a block on its way: to the first source, or to another one than
     /// before.
     pub(super) fn send_for(&mut self, key: &BlockKey, lane: SourceLane, bytes: u64, now_ms: u64) {
@@ -188,6 +221,7 @@ impl Arrivals {
 
     /// Ends an arrival; `moved`: its bytes came. Returns true if the block may be kept, and its waiters.
     pub(super) fn end_arrival(&mut self, key: &BlockKey, moved: bool, now_ms: u64) -> (bool, Vec<Waiter>) {
+        self.end_standing(key);
         let coming = self.coming.remove(key).expect("a block ends once");
         self.bytes -= coming.bytes;
         if let Some((lane, bytes, _)) = coming.lane {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use mesh::digest::{Digest, DigestChange};
 use mesh::directory::Filter;
-use mesh::transport::{self, Fetch, Label, PeerNumber};
+use mesh::transport::{self, Fetch, Label, PeerNumber, StandingTerms};
 use shm_protocol::handshake::Hello;
 use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
 use shm_protocol::message::{Outcome, Saved};
@@ -179,7 +179,11 @@ pub enum Action {
         slots: Vec<Option<SlotRef>>,
     },
     /// Publish the blocks added to DRAM and removed from it to peers.
-    Publish(Vec<DigestChange>),
+    Publish {
+        changes: Vec<DigestChange>,
+        /// True if a block was computed for another engine, whose request may wait for it at a peer.
+        at_once: bool,
+    },
     /// Publish all promises to peers, behind the changes of blocks: the last two keys of each promised
     /// prompt.
     Promise(Vec<Digest>),
@@ -263,6 +267,11 @@ pub struct FinishedRequest {
 #[derive(Debug)]
 pub enum MeshEvent {
     Joined(PeerNumber),
+    /// A member states whether it keeps asks for promised blocks until these are committed.
+    Greeted {
+        peer: PeerNumber,
+        keeps_asks: bool,
+    },
     /// A member is gone; fetches from it end by themselves.
     Left(PeerNumber),
     /// All blocks of a member.
@@ -286,6 +295,12 @@ pub enum MeshEvent {
         ask: u64,
         peer: PeerNumber,
         blocks: Vec<Label>,
+        /// The terms of a standing ask.
+        standing: Option<StandingTerms>,
+    },
+    /// The connection of a standing ask has ended.
+    Withdrawn {
+        ask: u64,
     },
     /// A grant has ended: the transport no longer needs its slots.
     Released {

@@ -27,7 +27,7 @@ const LOST_MAX: usize = 1 << 14;
 /// The begins and ends of saves in one event, for other parts at the end of the event.
 #[derive(Debug, Default)]
 pub(super) struct Produced {
-    /// Slots were taken for blocks.
+    /// Slots were taken for blocks, or asks for promised blocks have ended.
     pub(super) claimed: bool,
     /// Awaited blocks that have ended, each with its waiters, and true if it is kept.
     pub(super) ended: Vec<(BlockKey, Vec<Waiter>, bool)>,

@@ -189,11 +189,7 @@ impl Core {
                 self.tell_waiters(waiting, Some(&key));
             }
             CoreEvent::Transferred { tier, ends } => self.transferred(tier, ends),
-            CoreEvent::Mesh(event) => {
-                if let Some(mesh) = base.sources.mesh_mut() {
-                    mesh.apply_event(event, &mut base.cx);
-                }
-            }
+            CoreEvent::Mesh(event) => self.hear_mesh(event),
             CoreEvent::Tick => self.tick(),
             CoreEvent::Drain => {
                 base.cx.draining = true;
@@ -214,7 +210,9 @@ impl Core {
         self.queries.send_for_unsent(base);
         base.sources.go_on(&mut base.cx);
         base.sources.tell_changes(&mut self.announcer, &mut base.cx);
-        self.queries.tell_promises(|session, op| self.transfers.hands_over_up_to(session, op), base);
+        if self.queries.tell_promises(|session, op| self.transfers.hands_over_up_to(session, op), base) {
+            self.queries.review_asks(base);
+        }
         out.append(&mut base.cx.actions);
     }
 
@@ -431,6 +429,22 @@ impl Core {
         }
         for (key, waiting) in self.base.sources.retry(tier, &mut self.base.cx) {
             self.tell_waiters(waiting, Some(&key));
+        }
+    }
+
+    /// Handles a message of the mesh. Blocks announced by a peer wake the queries waiting for them.
+    fn hear_mesh(&mut self, event: MeshEvent) {
+        let Self { base, queries, .. } = self;
+        let Some(mesh) = base.sources.mesh_mut() else { return };
+        match event {
+            MeshEvent::Changed { peer, changes } => {
+                mesh.change_inventory(peer, &changes, &mut base.cx);
+                queries.look_at_announced(&changes, base);
+            }
+            MeshEvent::Asked { ask, peer, blocks, standing: Some(terms) } => {
+                queries.keep_ask(ask, (peer, blocks, terms), base);
+            }
+            event => mesh.apply_event(event, &mut base.cx),
         }
     }
 

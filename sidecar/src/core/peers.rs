@@ -12,9 +12,11 @@ mod distrusted;
 mod fetches;
 mod fruitless;
 mod grants;
+mod kept_asks;
+mod standing;
 mod stats;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use mesh::digest::{Digest, DigestChange};
 use mesh::directory::{Credit, Directory};
@@ -26,6 +28,9 @@ use self::distrusted::DistrustedDigests;
 use self::fetches::{Again, PeerFetch};
 use self::fruitless::FruitlessFetches;
 use self::grants::PeerGrant;
+pub(super) use self::kept_asks::KeptAsk;
+use self::kept_asks::KeptAsks;
+pub(super) use self::standing::AHEAD_BYTES;
 pub use self::stats::{FAULT_NAMES, PeersStats};
 use super::context::Context;
 use super::event::{Action, MeshEvent};
@@ -49,8 +54,16 @@ pub(super) struct MeshPeers {
     granted_bytes: u64,
     /// Limit of the bytes granted at once: the rest of the pool stays evictable.
     granted_bytes_max: u64,
+    /// Asks of peers that stand here.
+    kept_asks: KeptAsks,
+    /// Peers that keep standing asks.
+    keeping_asks: BTreeSet<PeerNumber>,
+    /// Blocks asked of peers and not announced by them.
+    standing: HashMap<Digest, BlockKey>,
     /// The last keys of the promised prompts, as published last.
     promised: BTreeSet<Digest>,
+    /// Number of blocks kept so far for other engines, at the last publication of changes.
+    published_kept: u64,
     distrusted: DistrustedDigests,
     stats: PeersStats,
     /// The limit of requested bytes: the fetches of 2 s.
@@ -94,7 +107,11 @@ impl MeshPeers {
             grants: BTreeMap::new(),
             granted_bytes: 0,
             granted_bytes_max: 0,
+            kept_asks: KeptAsks::default(),
+            keeping_asks: BTreeSet::new(),
+            standing: HashMap::new(),
             promised: BTreeSet::new(),
+            published_kept: 0,
             distrusted: DistrustedDigests::default(),
             stats: PeersStats::default(),
             pace: ReadPace::default(),
@@ -105,24 +122,32 @@ impl MeshPeers {
     pub(super) fn apply_event(&mut self, event: MeshEvent, cx: &mut Context) {
         match event {
             MeshEvent::Joined(peer) => self.directory.add_peer(peer),
+            MeshEvent::Greeted { peer, keeps_asks: true } => _ = self.keeping_asks.insert(peer),
+            MeshEvent::Greeted { peer, keeps_asks: false } => _ = self.keeping_asks.remove(&peer),
             MeshEvent::Left(peer) => {
                 cx.produced.over = true;
+                self.keeping_asks.remove(&peer);
                 self.directory.remove_peer(peer);
                 cx.arrivals.forget_peer(peer);
             }
             MeshEvent::Keeps { peer, filter } => self.directory.replace(peer, filter),
-            MeshEvent::Changed { peer, changes } => {
-                if !self.directory.apply(peer, &changes) {
-                    self.stats.resyncs += 1;
-                    cx.actions.push(Action::Resync { peer });
-                }
-            }
+            MeshEvent::Changed { peer, changes } => self.change_inventory(peer, &changes, cx),
             MeshEvent::Promises { peer, promises } => {
                 cx.produced.over |= self.directory.replace_promises(peer, promises);
             }
-            MeshEvent::Asked { ask, peer, blocks } => self.grant_blocks(ask, peer, &blocks, cx),
+            MeshEvent::Asked { ask, peer, blocks, .. } => self.grant_blocks(ask, peer, &blocks, cx),
+            MeshEvent::Withdrawn { ask } => self.answer_kept(ask, cx),
             MeshEvent::Released { ask, sent } => self.release_grant(ask, sent, cx),
         }
+    }
+
+    /// Applies changes to the known inventory of a peer.
+    pub(super) fn change_inventory(&mut self, peer: PeerNumber, changes: &[DigestChange], cx: &mut Context) {
+        if !self.directory.apply(peer, changes) {
+            self.stats.resyncs += 1;
+            cx.actions.push(Action::Resync { peer });
+        }
+        self.note_announced(changes, cx);
     }
 
     /// Publishes an event's changes in DRAM to the peers. Blocks on disks alone are not published: a peer
@@ -135,7 +160,9 @@ impl MeshPeers {
         let changes: Vec<DigestChange> = changes.collect();
         if !changes.is_empty() {
             self.stats.published += changes.len() as u64;
-            cx.actions.push(Action::Publish(changes));
+            let kept = cx.kept.block_count();
+            let at_once = std::mem::replace(&mut self.published_kept, kept) < kept;
+            cx.actions.push(Action::Publish { changes, at_once });
         }
     }
 
@@ -181,7 +208,7 @@ impl MeshPeers {
     pub(super) fn peers_stats(&self) -> PeersStats {
         PeersStats {
             peers: self.directory.peers().collect(),
-            fetching: self.fetches.values().map(PeerFetch::open_blocks).sum(),
+            fetching: self.fetches.values().filter(|one| !one.stands()).map(PeerFetch::open_blocks).sum(),
             distrusted: self.distrusted.len() as u64,
             granted_bytes: self.granted_bytes,
             paused: self.fruitless.is_paused(),

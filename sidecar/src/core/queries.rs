@@ -43,6 +43,8 @@ pub(super) struct Queries {
     waits: BTreeMap<(SessionId, u32), Wait>,
     /// Waiting questions with blocks still to be requested, and their leased hits.
     unsent: Vec<(Question, u32)>,
+    /// Questions that wait for a producer, with promised blocks perhaps still to be asked for.
+    unstood: Vec<Question>,
     windows: Windows,
     promises: EndingPromises,
 }
@@ -326,7 +328,7 @@ impl Queries {
         waits
     }
 
-    /// Requests the missing blocks of this event's waiting questions.
+    /// Requests the missing blocks of this event's waiting questions, and those promised by peers.
     pub(super) fn send_for_unsent(&mut self, base: &mut Base) {
         for (question, hits) in std::mem::take(&mut self.unsent) {
             let Some(binding) = base.engines[question.session].binding() else { continue };
@@ -338,6 +340,9 @@ impl Queries {
             if !waits {
                 self.answer_late(question, base);
             }
+        }
+        for question in std::mem::take(&mut self.unstood) {
+            self.stand_for(question, base);
         }
     }
 

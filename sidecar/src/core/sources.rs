@@ -295,6 +295,8 @@ impl Sources {
         let ReadEnd { key, slot, checksum, .. } = *read;
         let bytes = cx.dram.block_bytes(slot).expect("a slot belongs to a read until its end");
         self.stats[tier].end_read(read, bytes, cx.now);
+        // No query was joined to a standing block.
+        cx.produced.claimed |= cx.arrivals.is_standing(&key);
         let (trusted, waiting) = cx.arrivals.end_arrival(&key, checksum.is_some(), cx.now_ms);
         match checksum.filter(|_| trusted && self.commit_arrived(&key, slot, cx)) {
             Some(checksum) => cx.actions.push(Action::CommitSlot { slot, checksum }),

@@ -69,8 +69,9 @@ pub struct PeersPort {
     names: BTreeMap<PeerNumber, String>,
     /// Members last reported as unreachable.
     down: BTreeSet<PeerNumber>,
-    /// Changes for the peers.
+    /// Changes for the peers, and true if these are not to be gathered while a peer waits.
     changes: Vec<DigestChange>,
+    at_once: bool,
     /// The next list of promises for the peers, if it changed.
     promises: Option<Vec<Digest>>,
     /// Time before which the peers get no further reminder of a waiting request.
@@ -145,7 +146,7 @@ impl PeersPort {
         let rdma = data.rdma.map(tracing::field::display);
         tracing::info!(node = %mesh.node, control = %control.listen_address(), tcp = %data.tcp, rdma, "in the mesh");
         let (names, down) = Default::default();
-        let (next, ahead, rest, changes, promises, next_wait) = Default::default();
+        let (next, ahead, rest, changes, at_once, promises, next_wait) = Default::default();
         Ok(Self {
             control,
             transports,
@@ -159,6 +160,7 @@ impl PeersPort {
             names,
             down,
             changes,
+            at_once,
             promises,
             next_wait,
             left,
@@ -214,8 +216,9 @@ impl PeersPort {
     }
 
     /// Queues changes for [`PeersPort::flush_changes`].
-    pub fn push_changes(&mut self, changes: Vec<DigestChange>) {
+    pub fn push_changes(&mut self, changes: Vec<DigestChange>, at_once: bool) {
         self.changes.extend(changes);
+        self.at_once |= at_once;
     }
 
     /// Replaces the promises sent by [`PeersPort::flush_changes`].
@@ -239,7 +242,7 @@ impl PeersPort {
     /// Sends the queued changes and promises to the peers.
     pub fn flush_changes(&mut self) {
         if !self.changes.is_empty() {
-            self.control.publish(std::mem::take(&mut self.changes));
+            self.control.publish(std::mem::take(&mut self.changes), std::mem::take(&mut self.at_once));
         }
         self.promises.take().into_iter().for_each(|promises| self.control.promise(promises));
     }
@@ -291,9 +294,10 @@ impl PeersPort {
     fn carried(&mut self, said: transport::TransportEvent) -> Option<PeersEvent> {
         Some(match said {
             transport::TransportEvent::Done(done) => PeersEvent::Ends(self.more(done)),
-            transport::TransportEvent::Asked { ask, peer, blocks } => {
-                PeersEvent::Mesh(MeshEvent::Asked { ask, peer, blocks })
+            transport::TransportEvent::Asked { ask, peer, blocks, standing } => {
+                PeersEvent::Mesh(MeshEvent::Asked { ask, peer, blocks, standing })
             }
+            transport::TransportEvent::Withdrawn { ask } => PeersEvent::Mesh(MeshEvent::Withdrawn { ask }),
             transport::TransportEvent::Release { ask, sent } => {
                 PeersEvent::Mesh(MeshEvent::Released { ask, sent })
             }
@@ -342,6 +346,10 @@ impl PeersPort {
                 tracing::info!(peer = name, %address, "a peer joined; blocks travel {way}");
                 self.names.insert(number, name);
                 MeshEvent::Joined(number)
+            }
+            MemberEvent::Greeted { number: peer, keeps_asks } => {
+                // Over RDMA an ask is answered by a lease, which begins at the commit of all its blocks.
+                MeshEvent::Greeted { peer, keeps_asks: keeps_asks && !self.transports.is_by_rdma(peer) }
             }
             MemberEvent::Left { number, why } => {
                 self.transports.remove_peer(number);

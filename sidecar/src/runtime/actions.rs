@@ -63,7 +63,7 @@ impl Runtime {
                 TierJob::CancelFetch { ticket } => self.mesh().cancel(ticket),
             },
             Action::Grant { ask, slots } => self.grant_slots(ask, &slots),
-            Action::Publish(changes) => self.mesh().push_changes(changes),
+            Action::Publish { changes, at_once } => self.mesh().push_changes(changes, at_once),
             Action::Promise(promises) => self.mesh().push_promises(promises),
             Action::Resync { peer } => self.mesh().resync(peer),
             Action::Bind { engine, facts, block_bytes, shards, words } => {

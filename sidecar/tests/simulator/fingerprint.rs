@@ -99,7 +99,7 @@ impl Words {
                 let none = SlotRef { offset: u64::MAX, generation: 0 };
                 self.slots(slots.iter().map(|slot| slot.as_ref().unwrap_or(&none)));
             }
-            Action::Publish(changes) => {
+            Action::Publish { changes, .. } => {
                 self.put([15, changes.len() as u64]);
                 self.put(changes.iter().flat_map(|change| match change {
                     DigestChange::Added(Digest(digest)) => [1, *digest],

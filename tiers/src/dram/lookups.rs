@@ -178,6 +178,11 @@ impl Dram {
         self.slab.entries.get_or_vacant(id).is_committed_as(namespace, group, hash)
     }
 
+    /// True if a block is committed. No access.
+    pub fn is_kept(&self, key: &BlockKey) -> bool {
+        self.find_committed(key.namespace, key.group, &key.hash).is_some()
+    }
+
     /// Returns the slot of a block being filled.
     pub fn filling(&self, key: &BlockKey) -> Option<SlotRef> {
         let entries = &self.slab.entries;

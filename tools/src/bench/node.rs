@@ -136,7 +136,13 @@ impl NodeReader {
         self.ticket += 1;
         let (began, blocks) = (self.clock.now(), self.places[numbers].to_vec());
         let mut open = blocks.len();
-        self.transport.post_fetch(Fetch { ticket: self.ticket, peer: PEER, blocks, deadline: DEADLINE });
+        self.transport.post_fetch(Fetch {
+            ticket: self.ticket,
+            peer: PEER,
+            blocks,
+            deadline: DEADLINE,
+            standing: None,
+        });
         while open > 0 {
             match self.ups.recv().expect("an end for each block") {
                 TransportEvent::Done(done) => {

@@ -442,7 +442,8 @@ mod tests {
     fn slots_of_a_stopped_fetch_are_held_since_it_was_stopped() {
         let (node, begun) = (Node::start("reader"), read_clock());
         let blocks = vec![(label(), FREE)];
-        let fetch = RunningFetch::begin_all(&node.tcp.shared, 1, blocks, begun + Duration::from_secs(30));
+        let fetch =
+            RunningFetch::begin_all(&node.tcp.shared, 1, blocks, None, begun + Duration::from_secs(30));
         let place = LentPlace { address: 0, checksum: 0, bytes: label().bytes, status: BlockStatus::Whole };
         let block = BlockReading { place, begun: place.bytes, arriving: 1, result: None };
         let piece = FetchPiece::new(&fetch, 0..1);

@@ -130,7 +130,7 @@ impl Lender<'_> {
             self.asks.collect_grants();
             while wire.readable()? {
                 match wire.frame(read_clock() + limits.progress)? {
-                    Frame::Ask(ask) if !self.asks.full() => self.asks.take_on(ask),
+                    Frame::Ask(ask) if !self.asks.full() => self.asks.take_on(ask, None),
                     Frame::Ask(_) => return Err(MalformedFrame::Bytes("more Asks than may wait").into()),
                     Frame::Read(turn) => {
                         if !self.take_back(turn)? {

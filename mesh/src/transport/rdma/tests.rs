@@ -119,7 +119,7 @@ fn blocks_follow_on_the_stream_where_the_pools_are_not_registered() {
     reader.join("owner", owner.tcp.listen_address());
     owner.join("reader", reader.tcp.listen_address());
     let blocks = vec![(label(), FREE)];
-    reader.tcp.post_fetch(Fetch { ticket: 1, peer: PEER, blocks, deadline: LONG });
+    reader.tcp.post_fetch(Fetch { ticket: 1, peer: PEER, blocks, deadline: LONG, standing: None });
     owner.grant();
     assert_eq!(reader.ups.recv_timeout(LONG).unwrap(), TransportEvent::Connected { peer: PEER, boot: BOOT });
     let end = reader.ups.recv_timeout(LONG).unwrap();

@@ -55,7 +55,13 @@ pub(super) fn post_fetch(shared: &Arc<TcpShared>, fetch: Fetch) {
     if !link.start_threads(|| start_streams(shared, &link)) {
         return refuse_fetch(shared, &fetch, Refusal::Busy);
     }
-    let running = RunningFetch::begin_all(shared, fetch.ticket, fetch.blocks, read_clock() + fetch.deadline);
+    let running = RunningFetch::begin_all(
+        shared,
+        fetch.ticket,
+        fetch.blocks,
+        fetch.standing,
+        read_clock() + fetch.deadline,
+    );
     let pieces = cut_up(&running, shared.config.streams);
     if !shared.fetches.insert(&running) {
         return running.stop_early(FetchFault::Refused(Refusal::Busy));

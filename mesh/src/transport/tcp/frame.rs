@@ -13,10 +13,14 @@
 //!       Read     [ticket u64][first index u32][zero u32]
 //!       Stood    [ticket u64][first index u32][1 if it stood, 0 if not u32]
 //!       InStream nothing
+//!       Stand    [patience ms u32][place in the prompt u32], then the body of an Ask
 //! ```
 //!
 //! The connecting side sends Hello, and gets Welcome or Refused. Then it sends Asks, and gets one Block for
-//! each block, in the order asked. A block's bytes lie outside the frame, with their checksum in it. With
+//! each block, in the order asked. A block's bytes lie outside the frame, with their checksum in it. A Stand is
+//! an Ask for promised blocks. It waits for them at the other side and lets later Asks pass; the Blocks of both
+//! are told apart by ticket and index. The connecting side sends it only to a node whose inventory greeting
+//! states that the node keeps standing asks, and only without RDMA. With
 //! RDMA, both sides send Queue first, an Ask is answered by Lent, and after the READs of its blocks, Read by
 //! Stood ([`lease`]). If one side sends InStream instead, blocks follow on the stream as above. The head and
 //! Refused are the same in every version, so a peer of another version understands its refusal.
@@ -34,7 +38,7 @@ use thiserror::Error;
 use twox_hash::XxHash3_64;
 
 use self::lease::{AskId, Lent, QueueOffer};
-use crate::transport::{BootId, FetchFault, Label, NODE_BYTES_MAX, NodeId, Refusal};
+use crate::transport::{BootId, FetchFault, Label, NODE_BYTES_MAX, NodeId, Refusal, StandingTerms};
 
 pub const MAGIC: u32 = u32::from_le_bytes(*b"PILM");
 /// Version of these frames. Another version is refused.
@@ -46,10 +50,15 @@ pub const HEAD_BYTES: usize = 24;
 pub const ASK_BLOCKS_MAX: usize = 256;
 /// Maximum Asks of a stream without a whole answer.
 pub const ASKS_MAX: usize = 4;
-/// Maximum bytes of a body: an Ask has the longest.
-pub const BODY_BYTES_MAX: usize = ASK_FIXED_BYTES + ASK_BLOCKS_MAX * LABEL_BYTES;
+/// Maximum Stands of a stream whose blocks are not all committed.
+pub const STANDING_MAX: usize = 256;
+/// Maximum bytes of a body: a Stand has the longest.
+pub const BODY_BYTES_MAX: usize = TERMS_BYTES + ASK_FIXED_BYTES + ASK_BLOCKS_MAX * LABEL_BYTES;
+/// Longest patience of a Stand, in milliseconds.
+pub const PATIENCE_MS_MAX: u32 = 60_000;
 
 const ASK_FIXED_BYTES: usize = 16;
+const TERMS_BYTES: usize = 8;
 const LABEL_BYTES: usize = 56;
 const CHECKED_BYTES: usize = 16;
 const _: () = assert!(20 + 2 * NODE_BYTES_MAX <= BODY_BYTES_MAX && lease::BODY_BYTES_MAX <= BODY_BYTES_MAX);
@@ -64,6 +73,7 @@ const LENT: u16 = 7;
 const READ: u16 = 8;
 const STOOD: u16 = 9;
 const IN_STREAM: u16 = 10;
+const STAND: u16 = 11;
 
 /// The head of a frame, before its body has arrived.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
@@ -82,6 +92,8 @@ pub enum Frame {
     Welcome(BootId),
     Refused(Refusal),
     Ask(AskFrame),
+    /// An Ask for promised blocks.
+    Stand(StandingTerms, AskFrame),
     /// One block, or the reason why it does not follow.
     Block(Block),
     /// This side's end of a queue pair.
@@ -191,6 +203,7 @@ impl Head {
             WELCOME => Frame::Welcome(reader.boot()?.ok_or(MalformedFrame::Bytes("an invalid life"))?),
             REFUSED => Frame::Refused(reader.refusal()?),
             ASK => Frame::Ask(reader.read_ask()?),
+            STAND => Frame::Stand(reader.read_terms()?, reader.read_ask()?),
             BLOCK => Frame::Block(reader.block()?),
             QUEUE => Frame::Queue(reader.queue()?),
             LENT => Frame::Lent(reader.lent()?),
@@ -228,6 +241,12 @@ impl Frame {
             }
             Self::Refused(refusal) => encode_refusal(*refusal, out),
             Self::Ask(ask) => ask.append_body(out),
+            Self::Stand(terms, ask) => {
+                out.extend_from_slice(&terms.patience_ms.to_le_bytes());
+                out.extend_from_slice(&terms.place.to_le_bytes());
+                ask.append_body(out);
+                STAND
+            }
             Self::Block(block) => block.append_body(out),
             Self::Queue(queue) => queue.append_body(out),
             Self::Lent(lent) => lent.append_body(out),
@@ -252,6 +271,7 @@ impl Frame {
             Self::Welcome(_) => "a Welcome out of turn",
             Self::Refused(_) => "a refusal",
             Self::Ask(_) => "an Ask out of turn",
+            Self::Stand(..) => "a Stand out of turn",
             Self::Block(_) => "a Block out of turn",
             Self::Queue(_) => "a Queue out of turn",
             Self::Lent(_) => "a Lent out of turn",
@@ -390,6 +410,14 @@ impl FrameReader<'_> {
             Some(reason) => *reason,
             None => return Err(MalformedFrame::Bytes("a refusal without a known reason")),
         })
+    }
+
+    fn read_terms(&mut self) -> Result<StandingTerms, MalformedFrame> {
+        let (patience_ms, place) = (self.u32()?, self.u32()?);
+        if patience_ms > PATIENCE_MS_MAX || place.checked_add(ASK_BLOCKS_MAX as u32).is_none() {
+            return Err(MalformedFrame::Bytes("a Stand with invalid terms"));
+        }
+        Ok(StandingTerms { patience_ms, place })
     }
 
     fn read_ask(&mut self) -> Result<AskFrame, MalformedFrame> {

@@ -17,12 +17,12 @@ pub(in crate::transport) struct InStream;
 impl DataPath for InStream {
     fn fetch(
         &self,
-        _number: usize,
+        number: usize,
         shared: &Arc<TcpShared>,
         link: &Arc<PeerLink>,
         wire: Wire,
     ) -> Result<Box<dyn ConnectedFetch>, FetchFault> {
-        Ok(Box::new(fetch::Exchange::new(Arc::clone(shared), Arc::clone(link), wire)))
+        Ok(Box::new(fetch::Exchange::new(number, Arc::clone(shared), Arc::clone(link), wire)))
     }
 
     fn serve_stream(&self, shared: &TcpShared, link: Arc<PeerLink>, wire: Wire) {

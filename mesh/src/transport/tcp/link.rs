@@ -2,8 +2,11 @@
 
 use std::collections::VecDeque;
 use std::net::TcpStream;
+use std::os::fd::OwnedFd;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
+
+use shm_protocol::wait;
 
 use super::piece::FetchPiece;
 use super::{TcpLimits, cut};
@@ -12,6 +15,10 @@ use crate::transport::{BootId, FetchFault, Peer, PeerNumber};
 
 /// Maximum blocks waiting for a peer's streams: 32 GiB of 2 MiB.
 pub(super) const WAITING_MAX: usize = 1 << 14;
+/// A standing piece that its stream has not taken after this time, as one without a connection, is for any.
+const SHARED_AFTER: Duration = Duration::from_millis(20);
+/// Shortest wait of a stream for a piece.
+const SHORTEST: Duration = Duration::from_millis(1);
 
 pub(in crate::transport) struct PeerLink {
     pub(in crate::transport) number: PeerNumber,
@@ -24,9 +31,16 @@ struct LinkState {
     /// False once the peer has left.
     open: bool,
     waiting: VecDeque<FetchPiece>,
+    /// Pieces of standing fetches, each with its stream and the time from which any stream may take it.
+    standing: VecDeque<(usize, Instant, FetchPiece)>,
+    /// Blocks of `waiting` and `standing`.
     waiting_blocks: usize,
+    /// The stream of the next standing piece.
+    next_stream: usize,
     /// The connection of each stream.
     streams: Vec<Option<Arc<TcpStream>>>,
+    /// Signalled at each new piece, for streams waiting for blocks of standing asks.
+    bells: Vec<Option<Arc<OwnedFd>>>,
     /// True if the streams' threads run.
     started: bool,
     /// The last failure, until the next answer, and the end of the pause after it.
@@ -54,8 +68,11 @@ impl PeerLink {
         let state = LinkState {
             open: true,
             waiting: VecDeque::new(),
+            standing: VecDeque::new(),
             waiting_blocks: 0,
+            next_stream: 0,
             streams: vec![None; streams],
+            bells: vec![None; streams],
             started: false,
             failed: None,
             pause: Duration::ZERO,
@@ -80,9 +97,16 @@ impl PeerLink {
         }
         state.waiting_blocks += blocks;
         let wake = pieces.len().min(state.streams.len());
-        state.waiting.extend(pieces);
-        // A stream in its pause takes no piece, so all streams must wake.
-        let all = state.failed.is_some();
+        // A stream in its pause takes no piece, and a standing piece has a stream: all streams must wake.
+        let all = state.failed.is_some() || pieces.iter().any(FetchPiece::stands);
+        for piece in pieces {
+            if piece.stands() {
+                state.push_standing(piece);
+            } else {
+                state.waiting.push_back(piece);
+            }
+        }
+        state.bells.iter().flatten().for_each(wait::signal_eventfd);
         drop(state);
         if all {
             self.bell.notify_all()
@@ -92,13 +116,28 @@ impl PeerLink {
         Ok(())
     }
 
-    /// A waiting piece, if there is one.
+    /// A waiting piece of an ordinary fetch, if there is one.
     pub(in crate::transport) fn try_next(&self) -> Option<FetchPiece> {
         lock_mutex(&self.state).pop()
     }
 
+    /// A standing piece for this stream, if there is one.
+    pub(super) fn try_standing(&self, stream: usize) -> Option<FetchPiece> {
+        lock_mutex(&self.state).pop_standing(stream, read_clock())
+    }
+
+    /// The earliest time for any stream to take a waiting standing piece of another one.
+    pub(super) fn next_shared(&self) -> Option<Instant> {
+        lock_mutex(&self.state).standing.iter().map(|(_, from, _)| *from).min()
+    }
+
+    /// Has `bell` signalled at each new piece, until the stream's connection ends.
+    pub(super) fn set_bell(&self, stream: usize, bell: &Arc<OwnedFd>) {
+        lock_mutex(&self.state).bells[stream] = Some(Arc::clone(bell));
+    }
+
     /// Waits for the next step of a stream.
-    pub(super) fn next(&self, connected: bool, idle: Duration) -> NextWork {
+    pub(super) fn next(&self, stream: usize, connected: bool, idle: Duration) -> NextWork {
         let mut state = lock_mutex(&self.state);
         let until = read_clock() + idle;
         loop {
@@ -113,19 +152,20 @@ impl PeerLink {
                     state = self.wait_bell(state, end - now);
                     continue;
                 }
-                Some((fault, _)) if !state.waiting.is_empty() => {
-                    state.waiting_blocks = 0;
-                    return NextWork::Fail(state.waiting.drain(..).collect(), fault);
+                Some((fault, _)) if state.waiting_blocks > 0 => {
+                    return NextWork::Fail(state.drain_pieces(), fault);
                 }
                 _ => {}
             }
-            if let Some(piece) = state.pop() {
+            if let Some(piece) = state.pop().or_else(|| state.pop_standing(stream, now)) {
                 return NextWork::Piece(piece);
             }
             if now >= until {
                 return NextWork::Idle;
             }
-            state = self.wait_bell(state, until - now);
+            let shared = state.standing.iter().map(|(_, from, _)| *from).min();
+            let wait = shared.map_or(until, |from| until.min(from));
+            state = self.wait_bell(state, wait.saturating_duration_since(now).max(SHORTEST));
         }
     }
 
@@ -152,7 +192,8 @@ impl PeerLink {
 
     /// Records the end of a stream's connection.
     pub(super) fn disconnected(&self, stream: usize) {
-        lock_mutex(&self.state).streams[stream] = None;
+        let mut state = lock_mutex(&self.state);
+        (state.streams[stream], state.bells[stream]) = (None, None);
     }
 
     /// Ends the pause after an answer: the next failure is a first one.
@@ -186,9 +227,8 @@ impl PeerLink {
     pub(super) fn close(&self) {
         let mut state = lock_mutex(&self.state);
         state.open = false;
-        state.waiting_blocks = 0;
         state.streams.iter().flatten().for_each(|stream| cut(stream));
-        let waiting: Vec<_> = state.waiting.drain(..).collect();
+        let waiting = state.drain_pieces();
         drop(state);
         self.bell.notify_all();
         waiting.iter().for_each(|piece| piece.end_all(FetchFault::Stopped));
@@ -200,6 +240,29 @@ impl PeerLink {
 impl LinkState {
     fn is_connected(&self) -> bool {
         self.streams.iter().any(Option::is_some)
+    }
+
+    fn drain_pieces(&mut self) -> Vec<FetchPiece> {
+        self.waiting_blocks = 0;
+        self.waiting.drain(..).chain(self.standing.drain(..).map(|(.., piece)| piece)).collect()
+    }
+
+    /// Adds a standing piece. The streams get these in turn, so all streams carry the blocks of one commit.
+    fn push_standing(&mut self, piece: FetchPiece) {
+        self.standing.push_back((self.next_stream, read_clock() + SHARED_AFTER, piece));
+        self.next_stream = (self.next_stream + 1) % self.streams.len();
+    }
+
+    /// The next standing piece for a stream, of an unstopped fetch.
+    fn pop_standing(&mut self, stream: usize, now: Instant) -> Option<FetchPiece> {
+        loop {
+            let at = self.standing.iter().position(|(of, from, _)| *of == stream || *from <= now)?;
+            let (.., piece) = self.standing.remove(at).expect("found above");
+            self.waiting_blocks -= piece.block_count();
+            if piece.is_wanted() {
+                return Some(piece);
+            }
+        }
     }
 
     /// The next piece of a fetch that is not stopped.

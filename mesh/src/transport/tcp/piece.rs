@@ -16,7 +16,7 @@ use std::time::Instant;
 use super::TcpShared;
 use super::frame::{AskFrame, Frame};
 use crate::sync::read_clock;
-use crate::transport::{FetchDone, FetchFault, Label, TransportEvent};
+use crate::transport::{FetchDone, FetchFault, Label, StandingTerms, TransportEvent};
 
 /// Maximum bytes of a piece: enough to make the cost of an ask negligible, and few enough for all streams of
 /// a fetch to end at nearly the same time.
@@ -37,6 +37,7 @@ pub(in crate::transport) struct RunningFetch {
     left: AtomicUsize,
     /// Latest time of its end.
     until: Instant,
+    standing: Option<StandingTerms>,
     /// The fault and the time of its early stop.
     stopped: OnceLock<(FetchFault, Instant)>,
     shared: Arc<TcpShared>,
@@ -56,6 +57,7 @@ impl RunningFetch {
         shared: &Arc<TcpShared>,
         ticket: u64,
         blocks: Vec<(Label, u64)>,
+        standing: Option<StandingTerms>,
         until: Instant,
     ) -> Arc<Self> {
         Arc::new(Self {
@@ -64,6 +66,7 @@ impl RunningFetch {
             left: AtomicUsize::new(blocks.len()),
             blocks,
             until,
+            standing,
             stopped: OnceLock::new(),
             shared: Arc::clone(shared),
         })
@@ -164,6 +167,23 @@ impl FetchPiece {
 
     pub(in crate::transport) fn ask_frame(&self) -> Frame {
         let labels = self.labels().iter().map(|(label, _)| *label).collect();
-        Frame::Ask(AskFrame { ticket: self.fetch.ticket, first: self.indexes.start, labels })
+        let ask = AskFrame { ticket: self.fetch.ticket, first: self.indexes.start, labels };
+        match self.fetch.standing {
+            Some(terms) => {
+                let place = terms.place + self.indexes.start;
+                Frame::Stand(StandingTerms { place, ..terms }, ask)
+            }
+            None => Frame::Ask(ask),
+        }
+    }
+
+    /// True if its ask stands at the peer until the blocks are committed.
+    pub(super) fn stands(&self) -> bool {
+        self.fetch.standing.is_some()
+    }
+
+    /// True if a Block with this ticket and index is its next one.
+    pub(super) fn begins_with(&self, ticket: u64, index: u32) -> bool {
+        (self.fetch.ticket, self.indexes.start) == (ticket, index)
     }
 }

@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use mesh::digest::Digest;
-use mesh::transport::{Fetch, FetchDone, FetchFault, FetchStage, Label, PeerNumber};
+use mesh::transport::{Fetch, FetchDone, FetchFault, FetchStage, Label, PeerNumber, StandingTerms};
 use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
 use shm_protocol::pool::SlotRef;
 use shm_protocol::source::Source;
@@ -38,6 +38,8 @@ const PART_BYTES_MIN: u64 = 4 << 20;
 #[derive(Debug)]
 pub(super) struct PeerFetch {
     peer: PeerNumber,
+    /// True if its asks stand at the peer until the blocks are committed.
+    stands: bool,
     /// When its blocks were first asked for.
     since: Duration,
     /// Its latest end; all waiters are gone by then.
@@ -66,9 +68,9 @@ pub(super) struct Again(BTreeMap<u64, (PeerFetch, BTreeMap<u32, WantedBlock>)>);
 
 /// A block on its way.
 #[derive(Debug)]
-struct WantedBlock {
-    key: BlockKey,
-    slot: SlotRef,
+pub(super) struct WantedBlock {
+    pub(super) key: BlockKey,
+    pub(super) slot: SlotRef,
 }
 
 // === impl PeerFetch ===
@@ -81,6 +83,7 @@ impl PeerFetch {
         let (since, tried, namespace) = (now, Vec::new(), binding.digest);
         Self {
             peer,
+            stands: false,
             since,
             until_ms,
             tried,
@@ -92,6 +95,20 @@ impl PeerFetch {
             is_slow: false,
             given_before: None,
         }
+    }
+
+    /// Returns a fetch of promised blocks, whose asks stand at the peer.
+    pub(super) fn standing(
+        peer: PeerNumber,
+        now: Duration,
+        binding: &Binding,
+        blocks: Vec<WantedBlock>,
+    ) -> Self {
+        Self { stands: true, ..Self::new(peer, now, binding, blocks) }
+    }
+
+    pub(super) fn stands(&self) -> bool {
+        self.stands
     }
 
     /// Returns the same fetch with other blocks, and maybe another peer.
@@ -113,10 +130,16 @@ impl PeerFetch {
 // === impl MeshPeers ===
 
 impl MeshPeers {
-    fn post_fetch(&mut self, mut fetching: PeerFetch, cx: &mut Context) {
+    pub(super) fn post_fetch(
+        &mut self,
+        mut fetching: PeerFetch,
+        standing: Option<StandingTerms>,
+        cx: &mut Context,
+    ) {
         let ticket = self.next_ticket;
         self.next_ticket += 1;
-        for wanted in fetching.blocks.iter().flatten() {
+        // The rate of a peer is no matter of blocks that it does not have yet.
+        for wanted in fetching.blocks.iter().flatten().filter(|_| standing.is_none()) {
             cx.arrivals.send_for(
                 &wanted.key,
                 SourceLane::Peer(fetching.peer),
@@ -130,7 +153,7 @@ impl MeshPeers {
         let given = self.directory.began(fetching.peer, blocks.len() as u32);
         fetching.given_before = fetching.tried.is_empty().then_some(given);
         let deadline = Duration::from_millis(fetching.until_ms.saturating_sub(cx.now_ms));
-        let job = TierJob::Fetch(Fetch { ticket, peer: fetching.peer, blocks, deadline });
+        let job = TierJob::Fetch(Fetch { ticket, peer: fetching.peer, blocks, deadline, standing });
         cx.actions.push(Action::Transfer { tier: self.number, job });
         self.fetches.insert(ticket, fetching);
     }
@@ -148,19 +171,29 @@ impl MeshPeers {
         if let Some(given_before) = fetching.given_before.take_if(|_| is_late) {
             fetching.is_slow = self.directory.late(now_ms, peer, since_ms, given_before);
         }
-        let of = fetching.with(peer, []);
-        if fetching.open == 0 {
+        let (of, is_last) = (fetching.with(peer, []), fetching.open == 0);
+        if of.stands {
+            self.forget_standing(Digest::of_label(&of.label(&wanted.key)));
+        }
+        if is_last {
             self.fetches.remove(&end.ticket);
             self.judge_waits(end, &of, cx);
         }
         match end.result {
             Ok(_) => self.directory.gave(now_ms, of.peer, of.bytes.into()),
-            Err(FetchFault::Absent) => {
+            Err(FetchFault::Absent) if !of.stands => {
                 self.directory.lacked(now_ms, of.peer, Digest::of_label(&of.label(&wanted.key)));
             }
             Err(_) => {}
         }
         (wanted, of)
+    }
+
+    /// Ends a block's part of the requested bytes, which standing blocks have none of.
+    fn end_pace(&mut self, of: &PeerFetch, moved: bool, now_ms: u64) {
+        if !of.stands {
+            self.pace.end_read(of.bytes.into(), moved, now_ms);
+        }
     }
 
     /// Judges an ended fetch: requests stop waiting for peers after fetches with no or too few blocks, and
@@ -255,7 +288,7 @@ impl Tier for MeshPeers {
             |(&(place, key), &slot): (&(u32, BlockKey), &SlotRef)| (place, WantedBlock { key, slot });
         let begun: Vec<(u32, WantedBlock)> = span.blocks.iter().zip(slots).map(wanted).collect();
         for (peer, blocks) in cut_span(span, begun, binding.block_bytes()) {
-            self.post_fetch(PeerFetch::new(peer, cx.now, binding, blocks), cx);
+            self.post_fetch(PeerFetch::new(peer, cx.now, binding, blocks), None, cx);
         }
     }
 
@@ -263,16 +296,20 @@ impl Tier for MeshPeers {
         let JobEnd::Peer(end) = end else { unreachable!("no peer says {end:?}") };
         let (WantedBlock { key, slot }, of) = self.end_block(&end, cx);
         let read = ReadEnd { key, slot, since: of.since, checksum: end.result.ok() };
+        if of.stands && end.result == Err(FetchFault::Absent) {
+            return Some(read);
+        }
         let Err(fault) = end.result else {
-            self.pace.end_read(of.bytes.into(), true, cx.now_ms);
+            self.end_pace(&of, true, cx.now_ms);
             self.stats.fetched_blocks += 1;
             self.stats.fetched_bytes += u64::from(of.bytes);
             return Some(read);
         };
         self.stats.faults[stats::index_fault(fault)] += 1;
-        let may_ask = of.tried.len() + 1 < HOLDERS_MAX && cx.now_ms < of.until_ms && !cx.draining;
+        let may_ask =
+            !of.stands && of.tried.len() + 1 < HOLDERS_MAX && cx.now_ms < of.until_ms && !cx.draining;
         if !may_ask || !cx.arrivals.is_wished(&key, waits) {
-            self.pace.end_read(of.bytes.into(), false, cx.now_ms);
+            self.end_pace(&of, false, cx.now_ms);
             return Some(read);
         }
         let (_, failed) = self.again.0.entry(end.ticket).or_insert_with(|| (of, BTreeMap::new()));
@@ -293,12 +330,12 @@ impl Tier for MeshPeers {
                 let Some((peer, run)) = self.other_holder(cx.now_ms, &run, &of.tried) else { break };
                 let fetching = of.with(peer, failed.drain(..run));
                 self.stats.retried_blocks += fetching.open_blocks();
-                self.post_fetch(fetching, cx);
+                self.post_fetch(fetching, None, cx);
                 if failed.is_empty() {
                     break;
                 }
             }
-            failed.iter().for_each(|_| self.pace.end_read(of.bytes.into(), false, cx.now_ms));
+            failed.iter().for_each(|_| self.end_pace(&of, false, cx.now_ms));
             let end = |WantedBlock { key, slot }| ReadEnd { key, slot, since: of.since, checksum: None };
             left.extend(failed.into_iter().map(end));
         }
@@ -312,10 +349,14 @@ impl Tier for MeshPeers {
 
     fn take_notice(&mut self, notice: Notice<'_>, cx: &mut Context) {
         match notice {
-            Notice::Changed(changes) => self.tell_changes(changes, cx),
+            Notice::Changed(changes) => {
+                self.tell_changes(changes, cx);
+                self.answer_committed(changes, cx);
+            }
             Notice::Refuted(keys) => self.distrust(keys, cx),
-            // Every fetch ends early.
+            // Every fetch ends early, and no ask stands any longer.
             Notice::Draining => {
+                self.answer_all_kept(cx);
                 let cancel =
                     |&ticket| Action::Transfer { tier: self.number, job: TierJob::CancelFetch { ticket } };
                 cx.actions.extend(self.fetches.keys().map(cancel));

@@ -29,7 +29,13 @@ pub struct PeersStats {
     pub retried_blocks: u64,
     /// Blocks not given by a peer, by kind of fault.
     pub faults: [u64; FAULT_NAMES.len()],
+    /// Blocks asked of peers before they were committed there.
+    pub standing_blocks: u64,
     pub asks: u64,
+    /// Standing asks of peers here.
+    pub kept_asks: u64,
+    /// Standing asks granted behind their last commit.
+    pub granted_behind: u64,
     /// Blocks requested by peers.
     pub asked_blocks: u64,
     /// Requested blocks not here.

@@ -6,6 +6,7 @@ mod early;
 mod fruitless;
 mod promises;
 mod score;
+mod standing;
 mod states;
 mod windows;
 mod worth;
@@ -111,7 +112,7 @@ impl Scene {
                 Action::Transfer { job: TierJob::Fetch(fetch), .. } => self.fetches.push_back(fetch),
                 Action::Transfer { job: TierJob::CancelFetch { ticket }, .. } => self.cancelled.push(ticket),
                 Action::Grant { ask, slots } => drop(self.granted.insert(ask, slots)),
-                Action::Publish(changes) => self.published.extend(changes),
+                Action::Publish { changes, .. } => self.published.extend(changes),
                 Action::Promise(promises) => self.promised.push(promises),
                 other => self.engine.out.push(other),
             }
@@ -603,7 +604,7 @@ fn granted_slots_are_held_until_their_release() {
     let longer = Label { bytes: BLOCK_BYTES as u32 + 1, ..label(1) };
     let foreign = Label { namespace: NamespaceDigest([2; 16]), ..label(1) };
     let blocks = vec![label(0), longer, foreign, label(5), label(1)];
-    scene.hear(MeshEvent::Asked { ask: 7, peer: A, blocks });
+    scene.hear(MeshEvent::Asked { ask: 7, peer: A, blocks, standing: None });
     let granted: Vec<bool> = scene.granted[&7].iter().map(Option::is_some).collect();
     assert_eq!(granted, [true, false, false, false, true]);
     assert_eq!((scene.held_bytes(), scene.engine.core.busy()), (2 * BLOCK_BYTES, true));
@@ -628,7 +629,7 @@ fn what_a_peer_was_sent_is_not_kept_for_another_engine_any_longer() {
     let computes = BlockAccount { holder: dram.enter_holder(), quota: None };
     let keys = [0, 1].map(|n| BlockKey { namespace, group: 0, hash: hash(n) });
     keys.iter().for_each(|key| kept.keep(key, computes, None, *now_ms, dram));
-    scene.hear(MeshEvent::Asked { ask: 1, peer: A, blocks: vec![label(0), label(1)] });
+    scene.hear(MeshEvent::Asked { ask: 1, peer: A, blocks: vec![label(0), label(1)], standing: None });
     scene.hear(MeshEvent::Released { ask: 1, sent: 1 });
     let stats = scene.engine.core.stats();
     assert_eq!((stats.handover_kept_bytes, stats.handover_loaded), (BLOCK_BYTES, 1));
@@ -642,7 +643,7 @@ fn peers_read_a_part_of_the_pool_at_once_and_each_leaves_as_much_to_the_others()
         scene.save(from..from + 7);
     }
     let ask = |scene: &mut Scene, ask, peer, count| {
-        scene.hear(MeshEvent::Asked { ask, peer, blocks: (0..count).map(label).collect() });
+        scene.hear(MeshEvent::Asked { ask, peer, blocks: (0..count).map(label).collect(), standing: None });
         scene.granted[&ask].iter().flatten().count() as u32
     };
     assert_eq!(ask(&mut scene, 1, A, MOST), MOST / 2);
@@ -661,7 +662,7 @@ fn peers_read_a_part_of_the_pool_at_once_and_each_leaves_as_much_to_the_others()
 fn a_draining_sidecar_lets_nobody_wait_and_gives_nothing_more() {
     let mut scene = Scene::with(A, 0..2);
     scene.save(10..11);
-    scene.hear(MeshEvent::Asked { ask: 1, peer: A, blocks: vec![label(10)] });
+    scene.hear(MeshEvent::Asked { ask: 1, peer: A, blocks: vec![label(10)], standing: None });
     let op = scene.query(1, 0..2);
     let fetch = scene.fetch();
     scene.join(B, 0..2);
@@ -669,7 +670,7 @@ fn a_draining_sidecar_lets_nobody_wait_and_gives_nothing_more() {
     scene.event(CoreEvent::Drain);
     assert_eq!(scene.answers(), [(op, Status::Ok, 0)]);
     assert_eq!(scene.cancelled, [fetch.ticket]);
-    scene.hear(MeshEvent::Asked { ask: 2, peer: A, blocks: vec![label(10)] });
+    scene.hear(MeshEvent::Asked { ask: 2, peer: A, blocks: vec![label(10)], standing: None });
     assert_eq!(scene.granted[&2], [None]);
     scene.hear(MeshEvent::Released { ask: 2, sent: 0 });
     scene.end_all(&fetch, Err(FetchFault::Stopped));

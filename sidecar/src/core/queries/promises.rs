@@ -16,11 +16,13 @@
 //! published behind the blocks of these saves, so that a peer sees the blocks first.
 
 use mesh::directory::Credit;
-use mesh::transport::PeerNumber;
+use mesh::transport::{Label, PeerNumber, StandingTerms};
 use shm_protocol::key::{BlockHash, BlockKey};
 
 use super::{Action, Base, Binding, Context, Queries, QueryAsker, Question, SessionId};
 use crate::core::engines::SchedulerRole;
+use crate::core::event::MeshEvent;
+use crate::core::peers::KeptAsk;
 
 /// Limit of prompts promised by an engine at once: as many as another engine may await.
 const PROMPTS_MAX: usize = 64;
@@ -36,10 +38,19 @@ const WORKED_MS: u64 = 5000;
 pub(super) struct EndingPromises {
     /// True if they may differ from those published last.
     may_differ: bool,
-    /// Published keys of closed logs: each with its scheduler, and the operation of the scheduler's newest
-    /// save for another engine when the log was closed. A key is published until all such saves up to this
-    /// operation have ended.
-    ending: Vec<(BlockKey, SessionId, u64)>,
+    /// Published keys of closed logs.
+    ending: Vec<EndingPromise>,
+}
+
+/// A published key of a closed log. It is published until all of its scheduler's saves for other engines, up to
+/// the newest one when the log was closed, have ended.
+#[derive(Debug)]
+struct EndingPromise {
+    key: BlockKey,
+    session: SessionId,
+    log: u32,
+    /// The operation of that save.
+    newest: u64,
 }
 
 /// The source of a promised prompt.
@@ -62,9 +73,24 @@ pub(super) struct Promise {
 // === impl Promise ===
 
 impl Promise {
+    /// Returns the peers among its promisers.
+    pub(super) fn peers(&self) -> Vec<PeerNumber> {
+        let peer = |one: &Promiser| if let Promiser::Peer(peer) = one { Some(*peer) } else { None };
+        self.by.iter().filter_map(peer).collect()
+    }
+
     /// True if both promises have a common promiser.
     pub(super) fn shares_promiser(&self, other: &Self) -> bool {
         self.by.iter().any(|one| other.by.contains(one))
+    }
+}
+
+// === impl QueryAsker ===
+
+impl QueryAsker {
+    /// True if an open log has this key at this place.
+    fn has_key_at(&self, log: u32, (hash, place): (&BlockHash, u32)) -> bool {
+        self.logs.known(log).keys.get(place as usize) == Some(hash)
     }
 }
 
@@ -73,7 +99,7 @@ impl Promise {
 impl EndingPromises {
     /// Forgets the oldest keys of a session's closed logs beyond [`ENDING_MAX`].
     fn forget_oldest(&mut self, session: SessionId) {
-        let of_session = |(_, other, _): &&(BlockKey, SessionId, u64)| *other == session;
+        let of_session = |ending: &&EndingPromise| ending.session == session;
         let mut over = self.ending.iter().filter(of_session).count().saturating_sub(ENDING_MAX);
         self.ending.retain(|ending| {
             let forgets = over > 0 && of_session(&ending);
@@ -118,9 +144,8 @@ impl Queries {
         if let Some(binding) = binding
             && let Some(newest) = newest_handover()
         {
-            let lasts =
-                lasts(&logs.known(log).keys).iter().map(|hash| (binding.block_key(hash), session, newest));
-            self.promises.ending.extend(lasts);
+            let ending = |hash| EndingPromise { key: binding.block_key(hash), session, log, newest };
+            self.promises.ending.extend(lasts(&logs.known(log).keys).iter().map(ending));
             self.promises.forget_oldest(session);
         }
         base.cx.produced.over = true;
@@ -133,14 +158,18 @@ impl Queries {
     }
 
     /// Publishes the promises to peers, if they have changed. `hands_over`: true if a scheduler's saves for
-    /// others, up to this operation, have not all ended.
-    pub(crate) fn tell_promises(&mut self, hands_over: impl Fn(SessionId, u64) -> bool, base: &mut Base) {
+    /// others, up to this operation, have not all ended. Returns true if it has looked at the promises.
+    pub(crate) fn tell_promises(
+        &mut self,
+        hands_over: impl Fn(SessionId, u64) -> bool,
+        base: &mut Base,
+    ) -> bool {
         let Base { engines, sources, cx } = base;
-        let Some(mesh) = sources.mesh_mut() else { return };
+        let Some(mesh) = sources.mesh_mut() else { return false };
         if !std::mem::take(&mut self.promises.may_differ) {
-            return;
+            return false;
         }
-        self.promises.ending.retain(|(_, session, newest)| hands_over(*session, *newest));
+        self.promises.ending.retain(|ending| hands_over(ending.session, ending.newest));
         let works =
             |session: &SessionId| engines[*session].binding().filter(|_| works(&engines[*session], cx));
         let at_work = self.askers.iter().filter_map(|(session, asker)| Some((works(session)?, &asker.logs)));
@@ -148,8 +177,65 @@ impl Queries {
             let lasts = logs.promised.iter().flat_map(|log| lasts(&logs.known(*log).keys));
             lasts.map(move |hash| binding.block_key(hash))
         });
-        let keys: Vec<BlockKey> = lasts.chain(self.promises.ending.iter().map(|(key, ..)| *key)).collect();
+        let keys: Vec<BlockKey> = lasts.chain(self.promises.ending.iter().map(|ending| ending.key)).collect();
         mesh.tell_promises(keys, cx);
+        true
+    }
+
+    /// Keeps a peer's ask for promised blocks until these are committed, or answers it now.
+    pub(crate) fn keep_ask(
+        &mut self,
+        number: u64,
+        (peer, blocks, terms): (PeerNumber, Vec<Label>, StandingTerms),
+        base: &mut Base,
+    ) {
+        let ask = KeptAsk::new(peer, blocks.clone(), terms, &base.cx);
+        let promise = ask.as_ref().and_then(|ask| self.find_promise(ask.last, base));
+        let Base { sources, cx, .. } = base;
+        let Some(mesh) = sources.mesh_mut() else { return };
+        match ask {
+            Some(mut ask) => {
+                ask.promise = promise;
+                mesh.keep_ask(number, ask, cx);
+            }
+            None => mesh.apply_event(MeshEvent::Asked { ask: number, peer, blocks, standing: None }, cx),
+        }
+    }
+
+    /// Returns the scheduler and the log of a promise with this block at this place, by an engine at work.
+    fn find_promise(&self, (key, place): (BlockKey, u32), base: &Base) -> Option<(SessionId, u32)> {
+        self.askers.iter().find_map(|(session, asker)| {
+            let scheduler = &base.engines[*session];
+            let binding = scheduler.binding().filter(|_| works(scheduler, &base.cx))?;
+            let is_its = binding.block_key(&key.hash) == key;
+            let log = asker.logs.promised.iter().find(|log| asker.has_key_at(**log, (&key.hash, place)))?;
+            is_its.then_some((*session, *log))
+        })
+    }
+
+    /// True if a promise with this block at this place has not ended, or its saves have not.
+    fn is_coming(&self, promise: (SessionId, u32), (key, place): (BlockKey, u32), base: &Base) -> bool {
+        let (session, log) = promise;
+        let lasts = self.askers.get(&session).is_some_and(|asker| {
+            works(&base.engines[session], &base.cx)
+                && asker.logs.promised.contains(&log)
+                && asker.has_key_at(log, (&key.hash, place))
+        });
+        lasts || self.promises.ending.iter().any(|ending| (ending.session, ending.log) == promise)
+    }
+
+    /// Answers the standing asks of peers whose patience or promise has ended.
+    pub(crate) fn review_asks(&mut self, base: &mut Base) {
+        let Some(mesh) = base.sources.mesh() else { return };
+        let stands = |ask: &KeptAsk| {
+            let promised = ask.promise.is_some_and(|promise| self.is_coming(promise, ask.last, base));
+            base.cx.now_ms < ask.until_ms && (promised || ask.is_filling(&base.cx))
+        };
+        let over: Vec<u64> = mesh.kept_asks().filter(|(_, ask)| !stands(ask)).map(|(ask, _)| ask).collect();
+        let Base { sources, cx, .. } = base;
+        if let Some(mesh) = sources.mesh_mut() {
+            over.into_iter().for_each(|ask| mesh.answer_kept(ask, cx));
+        }
     }
 
     /// Returns the promise of the block behind a question's run, by other engines here or by peers. A block's

@@ -2,9 +2,9 @@
 //!
 //! The first question of a request opens its window, if its engine asked for one and there are peers. While
 //! the window is open, a question with an incomplete run is not answered. It is asked again when the next
-//! block of the run can be had here, from a disk or from a peer. The window ends when the run has not grown
-//! for its length, and at the latest [`QUERY_WAIT_MS_MAX`] after that first question. Then the question is
-//! answered with the blocks here, and the request no longer waits.
+//! block of the run can be had here, from a disk or from a peer; a peer's announcement of the block wakes it at
+//! once. The window ends when the run has not grown for its length, and at the latest [`QUERY_WAIT_MS_MAX`] after
+//! that first question. Then the question is answered with the blocks here, and the request no longer waits.
 //!
 //! If three windows of an engine in a row ended so, with not one block from a peer in between, it most likely
 //! has no producer: its requests do not wait until a peer has given a block to any engine. A window with a
@@ -17,6 +17,9 @@
 //! promise has ended and nothing of it is being saved or known of a peer. It also ends if another engine
 //! computed the next block of the run, and it is not kept.
 
+use std::collections::HashSet;
+
+use mesh::digest::{Digest, DigestChange};
 use shm_protocol::key::BlockHash;
 use shm_protocol::layout::QUERY_WAIT_MS_MAX;
 
@@ -24,12 +27,14 @@ use super::promises::Promise;
 use super::waits::{Wait, WaitPhase};
 use super::{Action, Base, Binding, Context, Queries, Question, SessionId};
 use crate::core::engines::{Engines, Waits};
-use crate::core::peers::PeersStats;
+use crate::core::peers::{AHEAD_BYTES, PeersStats};
 
-/// Milliseconds between two looks for the blocks of a question, at least. A look costs a search for one block
-/// here and in the inventories of peers, some microseconds. A producer's blocks come by the step, every 10 ms
-/// at best, and are announced in batches.
+/// Milliseconds between two looks for the blocks of a question, at least, unless a save here or a peer's
+/// announcement has its next block. A look costs a search for one block here and in the inventories of peers,
+/// some microseconds. Looks find blocks of disks, and of inventories announced only in part.
 const LOOK_MS: u64 = 20;
+/// Milliseconds between two asks of a question for promised blocks while its run does not grow.
+const STAND_AGAIN_MS: u64 = 1000;
 /// Windows in a row without their blocks, after which an engine's requests do not wait.
 const EXHAUSTED_MAX: u32 = 3;
 /// Limit of an engine's questions waiting for other engines at once. More prompts are more than its producers
@@ -60,6 +65,8 @@ pub(super) struct Window {
     waited: bool,
     /// The last promise seen by its question.
     promise: Option<Promise>,
+    /// The time of the last ask for promised blocks, and the end of the run then.
+    stood: Option<(u64, u32)>,
     /// The earliest time of the next look for blocks.
     look_ms: u64,
     /// The pause of looks after requested blocks did not come: it doubles.
@@ -101,9 +108,20 @@ impl EnginePatience {
 impl Window {
     fn open_at(now_ms: u64, end: u32, length_ms: u64) -> Self {
         let until_ms = now_ms + length_ms;
-        let (waited, promise, look_ms, pause_ms) = (false, None, now_ms, LOOK_MS);
+        let (waited, promise, stood, look_ms, pause_ms) = (false, None, None, now_ms, LOOK_MS);
         let most_ms = QUERY_WAIT_MS_MAX.into();
-        Self { asked_ms: now_ms, length_ms, until_ms, most_ms, end, waited, promise, look_ms, pause_ms }
+        Self {
+            asked_ms: now_ms,
+            length_ms,
+            until_ms,
+            most_ms,
+            end,
+            waited,
+            promise,
+            stood,
+            look_ms,
+            pause_ms,
+        }
     }
 
     /// Extends the window to its length from now, up to its longest time.
@@ -135,6 +153,20 @@ impl Window {
     fn pause(&mut self, now_ms: u64) {
         self.look_ms = now_ms + self.pause_ms;
         self.pause_ms *= 2;
+    }
+
+    /// Lets its question look for blocks now, unless the looks pause. Returns false if they do.
+    fn look_at_once(&mut self, now_ms: u64) -> bool {
+        let pauses = self.pause_ms > LOOK_MS && now_ms < self.look_ms;
+        if !pauses {
+            self.look_ms = now_ms;
+        }
+        !pauses
+    }
+
+    /// True if its promised blocks may be asked for: the run has grown since the last ask, or time has passed.
+    fn may_stand(&self, now_ms: u64) -> bool {
+        self.stood.is_none_or(|(at_ms, end)| self.end > end || now_ms >= at_ms + STAND_AGAIN_MS)
     }
 
     /// Returns the time of the next look, with nothing to request now.
@@ -223,7 +255,31 @@ impl Queries {
         self.windows.waits += u64::from(is_new && !question.awaits);
         let (since, held) = (base.cx.now, Vec::new());
         self.begin_wait(Wait { question, since, held, phase: WaitPhase::ForProducer });
+        self.unstood.push(question);
         true
+    }
+
+    /// Asks the peers that have promised the blocks behind a question's run for the next ones, before these are
+    /// committed there.
+    pub(super) fn stand_for(&mut self, question: Question, base: &mut Base) {
+        let now_ms = base.cx.now_ms;
+        let is_idle = self.waits.get(&(question.session, question.log)).is_some_and(|wait| {
+            wait.question.op == question.op && matches!(wait.phase, WaitPhase::ForProducer)
+        });
+        let window = self.window(question).filter(|_| is_idle).filter(|window| window.may_stand(now_ms));
+        let Some(window) = window else { return };
+        let (end, peers) = (window.end, window.promise.as_ref().map_or_else(Vec::new, Promise::peers));
+        if peers.is_empty() {
+            return;
+        }
+        let Some((binding, missing)) = self.missing(question, base) else { return };
+        let most = (AHEAD_BYTES / binding.block_bytes()).max(1) as usize;
+        let run: Vec<BlockHash> = missing.iter().take(most).copied().collect();
+        if base.sources.stand_for(&binding, &peers, (end, &run), &mut base.cx)
+            && let Some(window) = self.window(question)
+        {
+            window.stood = Some((now_ms, end));
+        }
     }
 
     /// True if a question may wait for a promise.
@@ -264,6 +320,7 @@ impl Queries {
             } else if let Some(window) = self.window(question) {
                 let look_ms = window.idle(now_ms);
                 self.windows.look_at(look_ms);
+                self.unstood.push(question);
             }
         }
     }
@@ -320,6 +377,27 @@ impl Queries {
             if self.next_is_here(question, base) {
                 let now_ms = base.cx.now_ms;
                 self.window(question).into_iter().for_each(|window| window.look_ms = now_ms);
+                self.ask_again((question.session, question.log), base);
+            }
+        }
+    }
+
+    /// Handles blocks announced by a peer: asks the questions waiting for one of them again. If the blocks
+    /// requested last did not come, a question keeps its pause.
+    pub(crate) fn look_at_announced(&mut self, changes: &[DigestChange], base: &mut Base) {
+        let waiting = self.idle();
+        if waiting.is_empty() {
+            return;
+        }
+        let added = changes.iter().filter(|change| matches!(change, DigestChange::Added(_)));
+        let added: HashSet<Digest> = added.map(|change| change.digest()).collect();
+        for question in waiting {
+            let next = self.missing(question, base);
+            let next = next.map(|(binding, missing)| binding.block_digest(&missing[0]));
+            let now_ms = base.cx.now_ms;
+            let is_due = next.is_some_and(|next| added.contains(&next))
+                && self.window(question).is_some_and(|window| window.look_at_once(now_ms));
+            if is_due && self.next_is_here(question, base) {
                 self.ask_again((question.session, question.log), base);
             }
         }

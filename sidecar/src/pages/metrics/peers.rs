@@ -25,7 +25,23 @@ const COUNTERS: &[Figure<PeersStats>] = &[
         "Blocks requested from another peer because the first one did not deliver them.",
         |s| s.retried_blocks,
     ),
+    (
+        "mesh_standing_blocks_total",
+        "Blocks requested from a peer that had promised them, before it had them.",
+        |s| s.standing_blocks,
+    ),
     ("mesh_asks_total", "Requests for blocks that peers sent to this sidecar.", |s| s.asks),
+    (
+        "mesh_kept_asks_total",
+        "Requests of peers for promised blocks that waited here, up to 1.5 s each, until these were saved.",
+        |s| s.kept_asks,
+    ),
+    (
+        "mesh_kept_asks_granted_total",
+        "Requests of peers that waited here and were answered when their last block was saved. The others ended with \
+         their time, their promise or their connection.",
+        |s| s.granted_behind,
+    ),
     ("mesh_asked_blocks_total", "Blocks that peers requested from this sidecar.", |s| s.asked_blocks),
     ("mesh_absent_blocks_total", "Blocks that peers requested and this sidecar did not have.", |s| {
         s.absent_blocks

@@ -83,6 +83,11 @@ impl Transports {
         }
     }
 
+    /// True if a member's blocks travel over RDMA.
+    pub(super) fn is_by_rdma(&self, number: PeerNumber) -> bool {
+        self.by_rdma.contains(&number)
+    }
+
     /// Removes a member.
     pub(super) fn remove_peer(&mut self, number: PeerNumber) {
         self.of_peer(number).remove_peer(number);
@@ -123,7 +128,10 @@ impl Transports {
 fn tagged(said: TransportEvent, whose: u64) -> TransportEvent {
     let tag = |ask: u64| ask << 1 | whose;
     match said {
-        TransportEvent::Asked { ask, peer, blocks } => TransportEvent::Asked { ask: tag(ask), peer, blocks },
+        TransportEvent::Asked { ask, peer, blocks, standing } => {
+            TransportEvent::Asked { ask: tag(ask), peer, blocks, standing }
+        }
+        TransportEvent::Withdrawn { ask } => TransportEvent::Withdrawn { ask: tag(ask) },
         TransportEvent::Release { ask, sent } => TransportEvent::Release { ask: tag(ask), sent },
         said @ (TransportEvent::Done(_)
         | TransportEvent::Checksum { .. }
@@ -187,7 +195,7 @@ mod tests {
     }
 
     fn fetch(ticket: u64, peer: u32) -> Fetch {
-        Fetch { ticket, peer: PeerNumber(peer), blocks: Vec::new(), deadline: Duration::ZERO }
+        Fetch { ticket, peer: PeerNumber(peer), blocks: Vec::new(), deadline: Duration::ZERO, standing: None }
     }
 
     fn take(log: &Log) -> Vec<String> {
@@ -235,7 +243,10 @@ mod tests {
         let (own, log) = transports(true);
         let mut asks = Vec::new();
         for (ask, whose) in [(5, TCP), (5, RDMA), (6, RDMA), (6, TCP)] {
-            let asked = tagged(TransportEvent::Asked { ask, peer: PeerNumber(1), blocks: Vec::new() }, whose);
+            let asked = tagged(
+                TransportEvent::Asked { ask, peer: PeerNumber(1), blocks: Vec::new(), standing: None },
+                whose,
+            );
             let TransportEvent::Asked { ask: known, .. } = asked else { panic!("{asked:?}") };
             assert!(!asks.contains(&known), "two asks have one number");
             assert_eq!(

@@ -96,7 +96,7 @@ impl Life {
             Action::Close { session, .. } => self.closing.push(session),
             Action::Transfer { .. }
             | Action::Grant { .. }
-            | Action::Publish(_)
+            | Action::Publish { .. }
             | Action::Promise(_)
             | Action::Resync { .. } => self.apply_mesh(action, ctx),
             headers => return self.write_header(&headers, ctx),

@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering;
 
 use mesh::digest::{Digest, DigestChange};
 use mesh::directory::Filter;
-use mesh::transport::{Fetch, FetchDone, FetchFault, FetchStage, Label, PeerNumber};
+use mesh::transport::{Fetch, FetchDone, FetchFault, FetchStage, Label, PeerNumber, StandingTerms};
 use shm_protocol::key::NamespaceDigest;
 use shm_protocol::pool::SlotRef;
 use shm_protocol::region::Region;
@@ -59,6 +59,8 @@ pub(super) struct Mesh {
     numbers: u32,
     coming: Vec<Coming>,
     asked: BTreeMap<u64, Vec<Label>>,
+    /// Asks that may stand until a time.
+    standing: BTreeMap<u64, Micros>,
     reading: BTreeMap<u64, Reading>,
     asks: u64,
     moves: u64,
@@ -67,6 +69,8 @@ pub(super) struct Mesh {
     announced: BTreeSet<Digest>,
     /// The last announced promises: the last keys of the promised prompts.
     promised: Vec<Digest>,
+    /// Numbers of asks that have stood here, and of those granted behind their last commit.
+    kept: (u64, u64),
     /// Bytes of a block of each namespace with an engine.
     sizes: BTreeMap<NamespaceDigest, u32>,
 }
@@ -107,7 +111,13 @@ impl Mesh {
                 2 => Some(FetchFault::Peer(ErrorKind::ConnectionReset)),
                 _ => None,
             };
-            let takes = if ctx.rng.one_in(50) { 60_000 } else { ctx.rng.within(10, 2_000) };
+            let takes = match fetch.standing {
+                // A promised block comes with its commit at the peer, or at the end of the patience.
+                Some(terms) if fault == Some(FetchFault::Absent) => u64::from(terms.patience_ms) * 1000,
+                Some(_) => ctx.rng.within(10, 60_000),
+                None if ctx.rng.one_in(50) => 60_000,
+                None => ctx.rng.within(10, 2_000),
+            };
             let (ticket, peer, due) = (fetch.ticket, fetch.peer, ctx.now + takes);
             let result = fault.map_or(Ok(Digest::of_label(&label).0), Err);
             self.coming.push(Coming { ticket, index, peer, label, into, due, result });
@@ -149,7 +159,7 @@ impl Mesh {
             return Some(MeshEvent::Joined(PeerNumber(self.numbers)));
         };
         let labels = self.labels();
-        match ctx.rng.below(12) {
+        match ctx.rng.below(15) {
             0 => {
                 self.members[place] = None;
                 self.stop(|coming| coming.peer == peer, ctx);
@@ -182,7 +192,14 @@ impl Mesh {
                 let some = labels.iter().filter(|_| ctx.rng.one_in(one_in));
                 Some(MeshEvent::Promises { peer, promises: some.map(Digest::of_label).collect() })
             }
+            8 => Some(MeshEvent::Greeted { peer, keeps_asks: !ctx.rng.one_in(4) }),
+            9 => {
+                let standing: Vec<u64> = self.standing.keys().copied().collect();
+                let ask = (!standing.is_empty()).then(|| ctx.rng.pick(&standing))?;
+                Some(MeshEvent::Withdrawn { ask })
+            }
             _ if dead || labels.is_empty() => None,
+            10..12 => Some(self.ask_promised(peer, ctx)),
             _ => {
                 let count = ctx.rng.within(1, 6);
                 let one = |_| {
@@ -193,9 +210,26 @@ impl Mesh {
                 let blocks: Vec<Label> = (0..count).map(one).collect();
                 self.asks += 1;
                 self.asked.insert(self.asks, blocks.clone());
-                Some(MeshEvent::Asked { ask: self.asks, peer, blocks })
+                Some(MeshEvent::Asked { ask: self.asks, peer, blocks, standing: None })
             }
         }
+    }
+
+    /// A peer asks for the end of a prompt that an engine here may have promised.
+    fn ask_promised(&mut self, peer: PeerNumber, ctx: &mut Ctx) -> MeshEvent {
+        let path: Vec<u64> = (0..ctx.rng.within(1, u64::from(DEPTH))).map(|_| ctx.rng.below(2)).collect();
+        let place = ctx.rng.below(path.len() as u64) as u32;
+        let sizes: Vec<_> = self.sizes.iter().map(|(namespace, bytes)| (*namespace, *bytes)).collect();
+        let (namespace, bytes) = ctx.rng.pick(&sizes);
+        let hashes = keys(&path).split_off(place as usize);
+        let blocks: Vec<Label> =
+            hashes.into_iter().map(|hash| Label { namespace, group: 0, hash, bytes }).collect();
+        let patience_ms = ctx.rng.within(1, 400) as u32;
+        self.asks += 1;
+        self.asked.insert(self.asks, blocks.clone());
+        self.standing.insert(self.asks, ctx.now + u64::from(patience_ms) * 1000);
+        let standing = Some(StandingTerms { patience_ms, place });
+        MeshEvent::Asked { ask: self.asks, peer, blocks, standing }
     }
 
     /// Checks a list of promises: it is announced whole, and only if it has changed.
@@ -247,6 +281,7 @@ impl Life {
             }
             Action::Grant { ask, slots } => {
                 let labels = mesh.asked.remove(&ask).expect("an ask is answered once");
+                mesh.standing.remove(&ask);
                 assert_eq!(labels.len(), slots.len(), "the grant has an entry for each block");
                 let granted = slots.into_iter().zip(labels);
                 let slots: Vec<_> = granted.filter_map(|(slot, label)| Some((slot?, label))).collect();
@@ -262,7 +297,7 @@ impl Life {
                 let due = ctx.now + ctx.rng.within(10, 10_000);
                 mesh.reading.insert(ask, Reading { slots, due });
             }
-            Action::Publish(changes) => mesh.publish(&changes),
+            Action::Publish { changes, .. } => mesh.publish(&changes),
             Action::Promise(promises) => mesh.promise(promises),
             Action::Resync { .. } => {}
             other => unreachable!("no action of the mesh: {other:?}"),
@@ -298,6 +333,11 @@ impl Life {
             return false;
         };
         self.handle(CoreEvent::Mesh(event), ctx);
+        if let (Some(mesh), Some(stats)) = (&mut self.mesh, self.core.peers_stats()) {
+            let before = std::mem::replace(&mut mesh.kept, (stats.kept_asks, stats.granted_behind));
+            ctx.cover.add("sidecar kept an ask", mesh.kept.0 - before.0);
+            ctx.cover.add("sidecar granted a kept ask", mesh.kept.1 - before.1);
+        }
         true
     }
 

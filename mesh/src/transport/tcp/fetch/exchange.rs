@@ -1,15 +1,22 @@
 //! The fetching side of one connection to a peer: asks go out, blocks follow.
+//!
+//! Blocks follow in the order of their asks, except those of standing asks: the peer sends all blocks of such
+//! an ask once they are committed, between those of other asks. While only such asks are left, the stream waits
+//! for a block or for a new piece, whichever is first.
 
 use std::collections::VecDeque;
 use std::hash::Hasher;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::time::Duration;
 
+use shm_protocol::wait;
 use twox_hash::XxHash3_64;
 
 use crate::sync::read_clock;
 use crate::transport::tcp::TcpShared;
 use crate::transport::tcp::data_path::ConnectedFetch;
-use crate::transport::tcp::frame::{ASKS_MAX, Block, BlockStatus, Frame};
+use crate::transport::tcp::frame::{ASKS_MAX, Block, BlockStatus, Frame, STANDING_MAX};
 use crate::transport::tcp::link::PeerLink;
 use crate::transport::tcp::piece::{FetchPiece, PIECE_BYTES_MAX, RunningFetch};
 use crate::transport::tcp::wire::{Broken, CHUNK_BYTES, Wire};
@@ -18,6 +25,8 @@ use crate::transport::{FetchFault, FetchStage};
 /// Maximum bytes asked for and not received: two pieces, so the peer looks up the second while it sends the
 /// first.
 const ASKED_BYTES_MAX: u64 = 2 * PIECE_BYTES_MAX;
+/// Shortest wait for a piece of another stream.
+const SHORTEST: Duration = Duration::from_millis(1);
 
 pub(in crate::transport::tcp) struct Exchange {
     shared: Arc<TcpShared>,
@@ -25,8 +34,13 @@ pub(in crate::transport::tcp) struct Exchange {
     wire: Wire,
     /// Pieces asked for, in order. The range of the first one begins at the next block.
     flight: VecDeque<FetchPiece>,
-    /// Bytes of blocks asked for and not received.
+    /// Pieces whose asks stand at the peer. At its first block a piece becomes the first one of `flight`.
+    standing: Vec<FetchPiece>,
+    /// Bytes of blocks in `flight`, asked for and not received.
     asked_bytes: u64,
+    number: usize,
+    /// Signalled at each new piece; made with the first standing ask.
+    bell: Option<Arc<OwnedFd>>,
 }
 
 /// The result of receiving a block's bytes.
@@ -51,13 +65,22 @@ impl ConnectedFetch for Exchange {
             while let Some(piece) = next.take().or_else(|| self.more()) {
                 self.ask_piece(piece)?;
             }
-            let Some(piece) = self.flight.front() else { return Ok(()) };
-            let (index, fetch) = (piece.indexes.start, Arc::clone(&piece.fetch));
-            let block = self.block()?;
-            let (label, offset) = fetch.blocks[index as usize];
-            if (block.ticket, block.index) != (fetch.ticket, index) {
-                return Err(FetchFault::Malformed("a block that was not requested"));
+            if self.flight.is_empty() {
+                if self.standing.is_empty() {
+                    return Ok(());
+                }
+                if !self.wait_for_block()? {
+                    continue;
+                }
             }
+            let block = self.block()?;
+            self.begin_standing(&block);
+            let next = self.flight.front().filter(|piece| piece.begins_with(block.ticket, block.index));
+            let Some(piece) = next else {
+                return Err(FetchFault::Malformed("a block that was not requested"));
+            };
+            let (index, fetch) = (piece.indexes.start, Arc::clone(&piece.fetch));
+            let (label, offset) = fetch.blocks[index as usize];
             if block.status == BlockStatus::Whole && block.bytes != label.bytes {
                 return Err(FetchFault::Malformed("a block of another size than was requested"));
             }
@@ -68,27 +91,77 @@ impl ConnectedFetch for Exchange {
     }
 
     fn hang_up(self: Box<Self>) -> Vec<FetchPiece> {
-        self.flight.into()
+        self.flight.into_iter().chain(self.standing).collect()
     }
 }
 
 impl Exchange {
-    pub(in crate::transport::tcp) fn new(shared: Arc<TcpShared>, link: Arc<PeerLink>, wire: Wire) -> Self {
-        Self { shared, link, wire, flight: VecDeque::new(), asked_bytes: 0 }
+    pub(in crate::transport::tcp) fn new(
+        number: usize,
+        shared: Arc<TcpShared>,
+        link: Arc<PeerLink>,
+        wire: Wire,
+    ) -> Self {
+        let (flight, standing, asked_bytes, bell) = Default::default();
+        Self { shared, link, wire, flight, standing, asked_bytes, number, bell }
     }
 
-    /// The next waiting piece, if there is room to ask for it.
+    /// The next waiting piece, if there is room to ask for it. Standing asks take none of the room of others.
     fn more(&self) -> Option<FetchPiece> {
         let room = self.flight.len() < ASKS_MAX && self.asked_bytes + PIECE_BYTES_MAX <= ASKED_BYTES_MAX;
-        room.then(|| self.link.try_next()).flatten()
+        let next = room.then(|| self.link.try_next()).flatten();
+        next.or_else(|| {
+            (self.standing.len() < STANDING_MAX).then(|| self.link.try_standing(self.number)).flatten()
+        })
     }
 
     fn ask_piece(&mut self, piece: FetchPiece) -> Result<(), FetchFault> {
-        self.asked_bytes += piece.asked_bytes();
         let ask = piece.ask_frame();
-        self.flight.push_back(piece);
+        if piece.stands() {
+            self.standing.push(piece);
+        } else {
+            self.asked_bytes += piece.asked_bytes();
+            self.flight.push_back(piece);
+        }
         let sent = self.wire.send_frame(&ask, false, read_clock() + self.shared.config.limits.progress);
         sent.map_err(|broken| broken.fault(FetchStage::Progress))
+    }
+
+    /// Waits until the peer has sent something, while all asks stand. Returns false at a new piece.
+    fn wait_for_block(&mut self) -> Result<bool, FetchFault> {
+        let broken = |broken: Broken| broken.fault(FetchStage::FirstByte);
+        let Some(bell) = self.bell.clone() else {
+            // A piece may have come before there was a bell.
+            self.set_bell()?;
+            return Ok(false);
+        };
+        let limit = self.shared.config.limits.first_byte;
+        let last = self.standing.iter().map(|piece| piece.fetch.until()).min().expect("one stands") + limit;
+        let until = self.link.next_shared().map_or(last, |from| last.min(from.max(read_clock() + SHORTEST)));
+        self.wire.wait_readable(true, &*bell, until).map_err(broken)?;
+        let _ = rustix::io::read(&*bell, &mut [0u8; 8]);
+        let readable = self.wire.readable().map_err(broken)?;
+        if !readable && read_clock() >= last {
+            return Err(FetchFault::Timeout(FetchStage::FirstByte));
+        }
+        Ok(readable)
+    }
+
+    fn set_bell(&mut self) -> Result<(), FetchFault> {
+        let made = wait::make_eventfd();
+        let bell = made.map_err(|errno| FetchFault::Peer(std::io::Error::from(errno).kind()))?;
+        self.link.set_bell(self.number, self.bell.insert(Arc::new(bell)));
+        Ok(())
+    }
+
+    /// Makes a standing piece the first one to receive, if this is its first block.
+    fn begin_standing(&mut self, block: &Block) {
+        let found = self.standing.iter().position(|piece| piece.begins_with(block.ticket, block.index));
+        if let Some(at) = found {
+            let piece = self.standing.swap_remove(at);
+            self.asked_bytes += piece.asked_bytes();
+            self.flight.push_front(piece);
+        }
     }
 
     fn block(&mut self) -> Result<Block, FetchFault> {

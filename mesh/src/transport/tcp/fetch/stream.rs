@@ -27,7 +27,7 @@ impl FetchStream {
     pub(super) fn run_stream(mut self) {
         let idle = self.shared.config.limits.idle;
         loop {
-            match self.link.next(self.connected.is_some(), idle) {
+            match self.link.next(self.number, self.connected.is_some(), idle) {
                 NextWork::Piece(piece) => self.carry(piece),
                 NextWork::Fail(pieces, fault) => pieces.iter().for_each(|piece| piece.end_all(fault)),
                 NextWork::Idle => drop(self.hang_up()),

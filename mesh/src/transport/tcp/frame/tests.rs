@@ -22,12 +22,15 @@ fn frames() -> Vec<Frame> {
     let long = "n".repeat(NODE_BYTES_MAX);
     let hello = HelloFrame { node: node("one"), boot: boot(7), wanted_node: node(&long), wanted_boot: None };
     let block = Block { ticket: 5, index: 2, status: BlockStatus::Absent, bytes: 0, checksum: 0 };
+    let ask = |count| AskFrame { ticket: 3, first: 4, labels: vec![label(3); count] };
     let mut frames = vec![
         Frame::Hello(HelloFrame { wanted_boot: Some(boot(9)), ..hello.clone() }),
         Frame::Hello(hello),
         Frame::Welcome(boot(u64::MAX)),
         Frame::Ask(AskFrame { ticket: 1, first: 9, labels: vec![label(1)] }),
         Frame::Ask(AskFrame { ticket: u64::MAX, first: 0, labels: vec![label(2); ASK_BLOCKS_MAX] }),
+        Frame::Stand(StandingTerms { patience_ms: PATIENCE_MS_MAX, place: 7 }, ask(ASK_BLOCKS_MAX)),
+        Frame::Stand(StandingTerms { patience_ms: 0, place: 0 }, ask(1)),
         Frame::Block(block),
         Frame::Block(Block { status: BlockStatus::Whole, bytes: 2 << 20, checksum: 77, ..block }),
     ];

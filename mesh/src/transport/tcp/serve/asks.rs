@@ -8,6 +8,9 @@
 //! - A grant still in the [`GrantQueue`] is released with no block sent.
 //! - An ask without a grant holds no slot. The queue is closed, so `ServedStreams::deliver_grant` releases a
 //!   later grant at once, with no block sent.
+//! - A standing ask without a grant is withdrawn: the caller answers it at once.
+//!
+//! A standing ask waits aside until its grant, and is answered behind the asks granted before.
 
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
@@ -20,10 +23,10 @@ use super::GrantQueue;
 use crate::MeshError;
 use crate::refusals::Reason;
 use crate::sync::read_clock;
-use crate::transport::tcp::frame::{ASKS_MAX, AskFrame, BlockStatus};
+use crate::transport::tcp::frame::{ASKS_MAX, AskFrame, BlockStatus, STANDING_MAX};
 use crate::transport::tcp::link::PeerLink;
 use crate::transport::tcp::{TcpShared, eventfd};
-use crate::transport::{Grant, GrantedSlots, Label, TransportEvent};
+use crate::transport::{Grant, GrantedSlots, Label, StandingTerms, TransportEvent};
 
 /// The asks of one connection, until each has ended. They are answered in their order. The drop at the end of
 /// the connection closes the queue and releases all grants.
@@ -32,6 +35,8 @@ pub(in crate::transport) struct StreamAsks<'a> {
     link: Arc<PeerLink>,
     grants: Arc<GrantQueue>,
     flight: VecDeque<AskedBlocks>,
+    /// Standing asks without a grant.
+    standing: Vec<AskedBlocks>,
 }
 
 /// An ask of a peer, with its answer.
@@ -60,7 +65,7 @@ enum AskAnswer {
 impl<'a> StreamAsks<'a> {
     pub(in crate::transport) fn new(shared: &'a TcpShared, link: Arc<PeerLink>) -> Result<Self, MeshError> {
         let grants = Arc::new(GrantQueue { granted: Mutex::new(Some(Vec::new())), bell: eventfd()? });
-        Ok(Self { shared, link, grants, flight: VecDeque::new() })
+        Ok(Self { shared, link, grants, flight: VecDeque::new(), standing: Vec::new() })
     }
 
     /// Returns an eventfd, readable once the caller has granted an ask.
@@ -77,18 +82,26 @@ impl<'a> StreamAsks<'a> {
     pub(in crate::transport) fn collect_grants(&mut self) {
         let _ = rustix::io::read(&self.grants.bell, &mut [0u8; 8]);
         for granted in self.grants.take_grants() {
-            let named = |asked: &&mut AskedBlocks| matches!(asked.answer, AskAnswer::Waiting(ask) if ask == granted.ask);
-            let asked = self.flight.iter_mut().find(named).expect("an ask is kept until it is answered");
+            let named =
+                |asked: &AskedBlocks| matches!(asked.answer, AskAnswer::Waiting(ask) if ask == granted.ask);
+            if let Some(at) = self.standing.iter().position(named) {
+                self.flight.push_back(self.standing.swap_remove(at));
+            }
+            let asked = self.flight.iter_mut().find(|asked| named(asked));
+            let asked = asked.expect("an ask is kept until it is answered");
             asked.answer = AskAnswer::Granted { granted, since: read_clock() };
         }
     }
 
     /// Hands an ask to the caller, or refuses all of its blocks: this node drains, or too many asks wait.
-    pub(in crate::transport) fn take_on(&mut self, ask: AskFrame) {
+    pub(in crate::transport) fn take_on(&mut self, ask: AskFrame, standing: Option<StandingTerms>) {
         let answer = if self.shared.draining() {
             self.shared.count_refusal(Reason::Draining);
             AskAnswer::Refused(BlockStatus::Draining)
-        } else if let Some(number) = self.shared.served.enter_ask(&self.grants, ask.labels.len()) {
+        } else if let Some(number) = (standing.is_none() || self.standing.len() < STANDING_MAX)
+            .then(|| self.shared.served.enter_ask(&self.grants, ask.labels.len()))
+            .flatten()
+        {
             AskAnswer::Waiting(number)
         } else {
             self.shared.count_refusal(Reason::Busy);
@@ -99,10 +112,16 @@ impl<'a> StreamAsks<'a> {
                 ask: number,
                 peer: self.link.number,
                 blocks: ask.labels.clone(),
+                standing,
             }),
             _ => None,
         };
-        self.flight.push_back(AskedBlocks { ask, answer, at: 0, sent: 0 });
+        let asked = AskedBlocks { ask, answer, at: 0, sent: 0 };
+        if standing.is_some() && up.is_some() {
+            self.standing.push(asked);
+        } else {
+            self.flight.push_back(asked);
+        }
         if let Some(up) = up {
             self.shared.report_event(up);
         }
@@ -131,6 +150,14 @@ impl Drop for StreamAsks<'_> {
     fn drop(&mut self) {
         let untaken = self.grants.close_queue();
         self.flight.iter().for_each(|asked| self.release_ask(asked));
+        let untaken_ask = |ask: u64| untaken.iter().any(|granted| granted.ask == ask);
+        for asked in &self.standing {
+            if let AskAnswer::Waiting(ask) = asked.answer
+                && !untaken_ask(ask)
+            {
+                self.shared.report_event(TransportEvent::Withdrawn { ask });
+            }
+        }
         untaken.iter().for_each(|granted| {
             self.shared.report_event(TransportEvent::Release { ask: granted.ask, sent: 0 })
         });

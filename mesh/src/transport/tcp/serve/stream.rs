@@ -42,7 +42,8 @@ impl<'a> ServingStream<'a> {
             self.asks.collect_grants();
             while !self.asks.full() && self.wire.readable()? {
                 match self.wire.frame(read_clock() + self.shared.config.limits.progress)? {
-                    Frame::Ask(ask) => self.asks.take_on(ask),
+                    Frame::Ask(ask) => self.asks.take_on(ask, None),
+                    Frame::Stand(terms, ask) => self.asks.take_on(ask, Some(terms)),
                     other => return Err(MalformedFrame::Bytes(other.unexpected()).into()),
                 }
             }

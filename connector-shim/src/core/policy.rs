@@ -33,7 +33,7 @@ use shm_protocol::source::Source;
 
 use self::checks::Check;
 pub use self::checks::CheckRate;
-use self::device::DeviceBlocks;
+use self::device::CachedBlocks;
 use self::events::BlockEvents;
 pub use self::events::{EventChange, KNOWN, KvEvent};
 use self::held::HeldBlocks;
@@ -78,7 +78,7 @@ pub struct EnginePolicy<H> {
     pacing: Pacing,
     prefill: PrefillFit,
     held: HeldBlocks,
-    device: DeviceBlocks,
+    device: CachedBlocks,
     /// The step being scheduled.
     next: PlannedStep,
     /// Requests that begin in this step.
@@ -145,7 +145,7 @@ impl<H: SessionHost> EnginePolicy<H> {
             prefill: PrefillFit::default(),
             requests: Requests::default(),
             held: HeldBlocks::default(),
-            device: DeviceBlocks::default(),
+            device: CachedBlocks::default(),
             next,
             begun: Vec::new(),
             offered: Vec::new(),

@@ -5,7 +5,7 @@ use connector_shim::core::policy::{Changes, RequestId};
 use crate::harness::{BLOCK_TOKENS, Begin, Engine, Setup};
 
 const PROMPT: u32 = 3 * BLOCK_TOKENS + 1;
-/// The step that allocates so many blocks is asked for the blocks reused next.
+/// With so many allocated blocks a step is asked for the blocks reused next.
 const ASKED_AFTER: u32 = 8;
 
 fn engine(keep_copies: bool) -> Engine {
@@ -14,7 +14,7 @@ fn engine(keep_copies: bool) -> Engine {
     setup.engine()
 }
 
-/// A request with three full blocks, 1 to 3, whose step was accepted, is over.
+/// A request with three full blocks, 1 to 3, of an accepted step is over.
 fn ended(engine: &mut Engine) -> RequestId {
     let id = engine.arrive(PROMPT);
     let step = engine.compute(id);
@@ -31,7 +31,7 @@ fn logs(engine: &mut Engine) -> (Vec<usize>, Vec<usize>) {
     (sidecar.ended.clone(), sidecar.closed.clone())
 }
 
-/// A step that names these blocks as reused next.
+/// A step with these blocks named as reused next.
 fn name(engine: &mut Engine, blocks: &[u32]) {
     engine.named = blocks.to_vec();
     let step = engine.idle();

@@ -1,9 +1,9 @@
-//! Blocks of ended requests that the engine's own cache still has: the sidecar's copies of them go first, so each block is offered again
-//! before the engine reuses it.
+//! Blocks of ended requests in the engine's own cache: the sidecar's copies of them go first, so each block is offered again before the
+//! engine reuses it.
 //!
-//! An ended request's log stays open while the policy knows of such a block of it. A block belongs to the request that ended last. The engine
-//! names the blocks to be reused next, some steps ahead ([`EnginePolicy::end_step`]). A block that it reuses without naming it first is lost
-//! to the device, and its copy is judged like any other from then on.
+//! An ended request's log stays open while the policy knows of such a block of it. A block belongs to its request with the latest end. The
+//! engine names the blocks to be reused next, some steps ahead ([`EnginePolicy::end_step`]). A block reused without a name has left the
+//! device, and its copy is judged like any other from then on.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -36,13 +36,13 @@ struct EndedLog {
     /// The connection of the log.
     generation: u64,
     keys: usize,
-    /// Number of blocks that belong to it.
+    /// Number of its blocks.
     blocks: u32,
 }
 
 /// Blocks of ended requests in the engine's own cache.
 #[derive(Debug, Default)]
-pub(super) struct DeviceBlocks {
+pub(super) struct CachedBlocks {
     by_block: Vec<Option<EndedPlace>>,
     /// The oldest first.
     logs: BTreeMap<u64, EndedLog>,
@@ -52,9 +52,9 @@ pub(super) struct DeviceBlocks {
     allocated: u32,
 }
 
-// === impl DeviceBlocks ===
+// === impl CachedBlocks ===
 
-impl DeviceBlocks {
+impl CachedBlocks {
     /// Adds an ended request with these blocks of its places.
     fn add_log(&mut self, log: EndedLog, blocks: impl Iterator<Item = (u32, u32)>) -> Vec<EndedLog> {
         self.last += 1;
@@ -78,13 +78,13 @@ impl DeviceBlocks {
         emptied
     }
 
-    /// Takes a block out of its ended request, if that is known still.
+    /// Takes a block out of its ended request, if the request is known still.
     fn take(&mut self, block: u32) -> Option<EndedPlace> {
         let place = self.by_block.get_mut(block as usize)?.take()?;
         self.logs.contains_key(&place.ended).then_some(place)
     }
 
-    /// Counts a block less of an ended request; returns its log if that was the last one.
+    /// Counts a block less of an ended request; returns its log after the last one.
     fn lose_block(&mut self, EndedPlace { ended, .. }: EndedPlace) -> Option<EndedLog> {
         let log = self.logs.get_mut(&ended)?;
         log.blocks -= 1;
@@ -96,7 +96,7 @@ impl DeviceBlocks {
         Some(log)
     }
 
-    /// Number of blocks to be named after a step that reuses so many.
+    /// Number of blocks to be named after a step with so many reused ones.
     fn count_named(&mut self, reused: u32) -> u32 {
         let part = (self.by_block.len() as u32 / NAMED_PART).max(NAMED_MIN);
         self.allocated = self.allocated.saturating_add(reused);
@@ -144,7 +144,7 @@ impl<H: SessionHost> EnginePolicy<H> {
         self.keeps_once() && self.groups[0].session.knows_devices()
     }
 
-    /// Ends the log of a request whose blocks stay on the device. Returns false if the log must be closed instead.
+    /// Ends the log of a request with its blocks on the device. Returns false if the log must be closed instead.
     pub(super) fn end_on_device(&mut self, id: RequestId, way: u32) -> bool {
         if !self.offers_late() || !self.is_home(0) || !self.may_keep(id) {
             return false;
@@ -173,7 +173,7 @@ impl<H: SessionHost> EnginePolicy<H> {
         true
     }
 
-    /// Offers blocks that the engine reuses next, with this step. A save of a step that the engine refuses is void.
+    /// Offers blocks to be reused next, with this step. A save of a refused step is void.
     pub(super) fn leave_device(&mut self, blocks: &[u32], step: u64) -> bool {
         if self.device.logs.is_empty() || blocks.is_empty() || self.proof.stalled || !self.is_home(0) {
             return false;
@@ -192,7 +192,7 @@ impl<H: SessionHost> EnginePolicy<H> {
         posted
     }
 
-    /// Notes that a step reuses blocks: those not offered before have left the device. Returns the number of
+    /// Notes the blocks reused by a step: those not offered before have left the device. Returns the number of
     /// blocks, reused next by the engine, to be named in this step; mostly 0.
     pub(super) fn reuse_blocks<'a>(&mut self, reused: impl Iterator<Item = &'a u32> + Clone) -> u32 {
         let generation = self.groups[0].session.connection_count();

@@ -51,12 +51,12 @@ pub(super) struct UnboundSave {
     blocks: Vec<(BlockHash, Option<u32>)>,
     /// True if the last block is a prompt's tail: any bytes may lie behind its tokens.
     tail: bool,
-    device: DeviceBlocks,
+    device: SaveOnDevice,
 }
 
 /// The blocks of a save on the engine's device.
 #[derive(Copy, Clone, Debug)]
-struct DeviceBlocks {
+struct SaveOnDevice {
     /// `Some` if they are about to leave the device: their ended request, and the place of the first one in it.
     leaving: Option<(EndedChain, usize)>,
     /// True if the block before one of them may be there alone.
@@ -78,7 +78,7 @@ pub(super) struct Save {
     keys: Vec<BlockHash>,
     /// True if the last key is of a prompt's tail.
     tail: bool,
-    device: DeviceBlocks,
+    device: SaveOnDevice,
     /// Blocks with a slot.
     blocks: Vec<SaveBlock>,
     phase: SavePhase,
@@ -167,7 +167,7 @@ impl Transfers {
         if leaving.is_some() {
             base.cx.stats.saves_leaving_blocks += u64::from(asked.keys.count);
         }
-        let device = DeviceBlocks { leaving, has_parents };
+        let device = SaveOnDevice { leaving, has_parents };
         let save = UnboundSave { posted, step, acceptance, before, checked, handover, blocks, tail, device };
         let too_many = !pending.may_want(save.blocks.len());
         match base.engines[session].binding() {

@@ -463,7 +463,7 @@ def hold_block(pool: BlockPool, block: int) -> bool:
 
 def next_reused(pool: BlockPool, count: int) -> list[int]:
     """The `count` blocks that vLLM reuses next, in that order."""
-    found, block = [], pool.free_block_queue.fake_free_list_head
+    found, block = list[int](), pool.free_block_queue.fake_free_list_head
     while len(found) < count and (block := block.next_free_block) is not None and block.block_id >= 0:
         found.append(block.block_id)
     return found
@@ -582,8 +582,7 @@ def token_count(request: Any) -> int:
 
 def token_ids(request: Any, first: int, end: int) -> list[int]:
     """Some of these tokens."""
-    ids: list[int] = request.all_token_ids[first:end]
-    return ids
+    return list(request.all_token_ids[first:end])
 
 
 def block_hashes(request: Any) -> list[bytes]:
@@ -601,8 +600,7 @@ def watch_resets(pool: Any, begins: Callable[[], None], told: Callable[[bool], N
         done = False
         begins()
         try:
-            done = bool(reset())
-            return done
+            return (done := bool(reset()))
         finally:
             told(done)
 

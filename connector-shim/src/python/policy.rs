@@ -148,8 +148,7 @@ impl PyPolicy {
         steps_in_flight: u64,
     ) -> PyResult<Self> {
         let ConnectorSettings { sync_ms, strict_tokens, .. } = options;
-        let (loads, saves) = (options.loads(), options.saves());
-        let load = options.load_mode()?;
+        let (loads, saves, load) = (options.loads(), options.saves(), options.load_mode()?);
         let settings = EngineSettings {
             loads,
             sync: load == LoadMode::Sync,

@@ -35,7 +35,7 @@ impl Claims {
     }
 
     pub(crate) fn set_late_parent(&mut self, late: bool) {
-        self.0 = self.0 & !Self::LATE_PARENT | u32::from(late) * Self::LATE_PARENT;
+        self.0 = self.0 & !Self::LATE_PARENT | (u32::from(late) * Self::LATE_PARENT);
     }
 
     #[inline]

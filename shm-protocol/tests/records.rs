@@ -229,7 +229,7 @@ fn every_kind_and_status_has_its_own_number() {
         assert_eq!(status as usize, index + 1);
         assert_eq!(Status::try_from(status as u8), Ok(status));
     }
-    for unknown in [0, 17, 255] {
+    for unknown in [0, 19, 255] {
         assert!(Kind::try_from(unknown).is_err());
     }
     for unknown in [0, 13, 255] {

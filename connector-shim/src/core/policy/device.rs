@@ -130,18 +130,15 @@ impl CachedBlocks {
 // === impl EnginePolicy: blocks on the device ===
 
 impl<H: SessionHost> EnginePolicy<H> {
-    /// True if copies of the engine's own blocks may go first. Blocks of windows and states leave the engine's cache in another order.
-    fn keeps_once(&self) -> bool {
+    /// True if a request's blocks found in the engine's own cache are offered when they leave it, and not before. Blocks of windows and
+    /// states leave that cache in another order.
+    pub(super) fn offers_late(&self) -> bool {
         !self.options.keep_copies
             && self.options.saves
             && !self.set.several()
             && self.set.forms[0].kind == GroupKind::Full
             && self.set.forms[0].window == 0
-    }
-
-    /// True if a request's blocks found in the engine's own cache are offered when they leave it, and not before.
-    pub(super) fn offers_late(&self) -> bool {
-        self.keeps_once() && self.groups[0].session.knows_devices()
+            && self.groups[0].session.knows_devices()
     }
 
     /// Ends the log of a request with its blocks on the device. Returns false if the log must be closed instead.
@@ -155,15 +152,15 @@ impl<H: SessionHost> EnginePolicy<H> {
         let generation = session.connection_count();
         let is_open = part.log >= 0 && part.generation == Some(generation) && !part.tailed;
         let own = part.filled.min(part.appended as usize).min(part.blocks.len());
-        if request.arrival.hands_over || !is_open || own == 0 || !session.end_log(part.log, way) {
-            return false;
-        }
         let blocks = part.blocks[..own].iter().copied().enumerate();
         let is_proven = |(place, block): &(usize, u32)| {
             request.log_key(form, *place).is_some_and(|key| self.proof.holds(*block, key))
         };
         let proven = blocks.filter(is_proven);
         let proven: Vec<(u32, u32)> = proven.map(|(place, block)| (place as u32, block)).collect();
+        if request.arrival.hands_over || !is_open || proven.is_empty() || !session.end_log(part.log, way) {
+            return false;
+        }
         let log = EndedLog { log: part.log, generation, keys: part.appended as usize, blocks: 0 };
         let part = &mut request.parts[0];
         part.close_tail(session);

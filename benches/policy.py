@@ -17,14 +17,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from benches import harness
+from benches import harness, traces
 
-TRACES = {
-    "conversation": "mooncake-conversation.jsonl.gz",
-    "synthetic": "mooncake-synthetic.jsonl.gz",
-    "agents": "claude-code-agents.jsonl.gz",
-    "agents_hinted": "claude-code-agents.jsonl.gz",
-}
 BENCH = ("cargo", "bench", "--quiet", "--package", "tiers", "--bench", "policy", "--")
 
 
@@ -59,15 +53,14 @@ def main() -> None:
     parser.add_argument("--disk", action="store_true", help="DRAM with a disk of three times its room")
     parser.add_argument("--forecast", action="store_true", help="what is foretold of other rooms")
     options = parser.parse_args()
-    own = Path(__file__).parent / "traces"
     kinds = [kind for kind in ("shared", "disk", "forecast") if getattr(options, kind)]
     with tempfile.TemporaryDirectory() as directory:
         if kinds:
-            replayed = dict.fromkeys(kinds, options.trace or own / TRACES["conversation"])
+            replayed = dict.fromkeys(kinds, options.trace or traces.FILES["conversation"])
         elif options.trace:
             replayed = {"trace": options.trace, "trace_hinted": options.trace}
         else:
-            replayed = {name: own / file for name, file in TRACES.items()}
+            replayed = traces.FILES | {f"agents{HINTED}": traces.FILES["agents"]}
         arguments = [word for name, trace in replayed.items() for word in plain(Path(directory), name, trace)]
         generated = [] if kinds or options.trace else ["generated"]
         subprocess.run([*BENCH, *arguments, *generated], check=True)

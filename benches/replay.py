@@ -1,12 +1,13 @@
-"""The share of a real trace's prompt tokens found without a model: vLLM's scheduler, the connector, a real sidecar.
+"""The share of real traces' prompt tokens found without a model: vLLM's scheduler, the connector, a real sidecar.
 
 The requests are those of `gpu/trace`, at their times, `speed` times as fast. Time is that of a model of 8 billion parameters on
-an H200, 10 ms a step and 33.6 us a token. Blocks are small and copied in real time. The worker computes nothing.
+an H200, 10 ms a step and 33.6 us a token. Blocks are small and copied in real time. The worker computes nothing. Prompts of
+agents have an eighth of their length.
 
-    benches/run replay [--room BLOCKS]...
+    benches/run replay [--trace NAME]... [--room BLOCKS]... [--pillion KEY=VALUE]...
 
-The last line is one JSON object: by room, in blocks of 16 tokens, the share of the prompts' tokens not computed by vLLM, and
-the sidecar's counts.
+The last line is one JSON object: by trace and room, in blocks of 16 tokens, the share of the prompts' tokens not computed by
+vLLM, and the sidecar's counts.
 """
 
 from __future__ import annotations
@@ -40,6 +41,12 @@ from testkit.sidecar import Sidecar
 from testkit.waiting import wait_for
 
 ROOMS = (20_320, 40_640, 80_000)
+# Changes of the sizes of `gpu/trace`.
+TRACES: dict[str, dict[str, int]] = {
+    "conversation": {},
+    "synthetic": {"one_in": 4},
+    "agents": {"one_in": 8, "seconds": 15_000, "id_tokens": 64},
+}
 DEVICE_BLOCKS = 15_000
 BLOCK_TOKENS = 16
 HEAD = 64
@@ -68,9 +75,10 @@ class Flight:
 class Engine:
     """vLLM's scheduler and the connector's two roles, in a time of their own."""
 
-    def __init__(self, directory: Path, socket: Path) -> None:
+    def __init__(self, directory: Path, socket: Path, settings: dict[str, str]) -> None:
         model = models.write(directory / "model", models.TINY)
         extra = {"pillion.socket": str(socket), "pillion.model_id": "replay", "pillion.query_timeout_us": rig.BUDGET_US}
+        extra |= {f"pillion.{key}": value for key, value in settings.items()}
         sizes = trace.SIZES["full"]
         longest = sizes["prompt_max"] + sizes["output_max"] + 64
         config = VllmConfig(
@@ -173,9 +181,9 @@ class Engine:
         self._worker.shutdown()
 
 
-def replay(arrivals: list[trace.Arrival], keeper: Sidecar, directory: Path) -> dict[str, Any]:
+def replay(arrivals: list[trace.Arrival], keeper: Sidecar, directory: Path, settings: dict[str, str]) -> dict[str, Any]:
     """Plays every request at its time."""
-    engine = Engine(directory, keeper.socket)
+    engine = Engine(directory, keeper.socket, settings)
     added = 0
     while added < len(arrivals) or engine.busy:
         if not engine.busy:
@@ -205,15 +213,21 @@ def dram(room: int) -> str:
 def main() -> None:
     """Prints one JSON line last."""
     parser = harness.parser(__doc__)
-    parser.add_argument("--room", type=int, action="append", metavar="BLOCKS", help="repeatable [20320, 40640, 80000]")
-    rooms = parser.parse_args().room or ROOMS
-    arrivals = trace.arrivals(trace.SIZES["full"], models.TINY["vocab_size"])
-    rooms_found = {}
-    for room in rooms:
-        with tempfile.TemporaryDirectory() as directory, rig.sidecar(dram(room)) as keeper:
-            rooms_found[str(room)] = replay(arrivals, keeper, Path(directory))
-        harness.say(f"{room} blocks: {json.dumps(rooms_found[str(room)])}")
-    harness.report({"requests": len(arrivals), "rooms": rooms_found})
+    parser.add_argument("--trace", choices=TRACES, action="append", help="repeatable (default: all)")
+    parser.add_argument("--room", type=int, action="append", metavar="BLOCKS", help="repeatable (default: 20320, 40640, 80000)")
+    parser.add_argument("--pillion", action="append", default=[], metavar="KEY=VALUE", help="as keep_copies=no; repeatable")
+    options = parser.parse_args()
+    settings = dict(option.partition("=")[::2] for option in options.pillion)
+    report: dict[str, Any] = {"pillion": settings}
+    for name in options.trace or TRACES:
+        arrivals = trace.arrivals(name, trace.SIZES["full"] | TRACES[name], models.TINY["vocab_size"])
+        rooms: dict[str, Any] = {}
+        for room in options.room or ROOMS:
+            with tempfile.TemporaryDirectory() as directory, rig.sidecar(dram(room)) as keeper:
+                rooms[str(room)] = replay(arrivals, keeper, Path(directory), settings)
+            harness.say(f"{name}, {room} blocks: {json.dumps(rooms[str(room)])}")
+        report[name] = {"requests": len(arrivals), "rooms": rooms}
+    harness.report(report)
 
 
 if __name__ == "__main__":

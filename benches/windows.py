@@ -21,11 +21,10 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from benches import harness, rig
+from benches import harness, rig, traces
 from pillion import _shim
 from testkit.waiting import wait_for
 
-TRACE = Path(__file__).parent / "traces" / "mooncake-conversation.jsonl.gz"
 TRACE_TOKENS, CUT_TOKENS, WINDOW_TOKENS = 512, 32_768, 1024
 LAYERS, FULL_LAYERS = 62, 10
 # By the tokens of a block, the bytes of its full layers and those of its windows.
@@ -42,7 +41,7 @@ ALL: Points = (0, 0)
 
 def requests(count: int | None) -> list[Request]:
     """The trace's requests: blocks in the trace, with the answer's blocks, tokens of the prompt, and all tokens."""
-    with gzip.open(TRACE, "rt") as lines:
+    with gzip.open(traces.FILES["conversation"], "rt") as lines:
         asked = [json.loads(line) for line in itertools.islice(lines, count)]
     # By a block of the trace, the blocks of the next request to go on behind it.
     following: dict[int, list[int]] = {}

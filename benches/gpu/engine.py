@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import random
 import time
 from collections.abc import Callable, Iterable
@@ -269,7 +270,12 @@ class Engine:
         return [layer for layer in layers.values() if hasattr(layer, "kv_cache")]
 
     def _kv_caches(self) -> list[Any]:
-        return [layer.kv_cache for layer in self.layers()]
+        return list(itertools.chain.from_iterable(self._layer_caches()))
+
+    def _layer_caches(self) -> list[list[Any]]:
+        """The tensors of each layer: a layer with states has several."""
+        caches = [layer.kv_cache for layer in self.layers()]
+        return [list(cache) if isinstance(cache, list | tuple) else [cache] for cache in caches]
 
     def spoil_block(self, block: int) -> None:
         """Zeroes one block of every layer on the device, without vLLM's knowledge."""
@@ -278,8 +284,9 @@ class Engine:
 
     def spoil_layer(self) -> None:
         """Zeroes the KV of the middle layer on the device, without vLLM's knowledge."""
-        caches = self._kv_caches()
-        caches[len(caches) // 2].zero_()
+        caches = self._layer_caches()
+        for cache in caches[len(caches) // 2]:
+            cache.zero_()
 
 
 def runs(block_ids: list[int]) -> int:

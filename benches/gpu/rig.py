@@ -434,6 +434,7 @@ def engine_arguments(options: argparse.Namespace) -> dict[str, Any]:
     if options.tiny:
         # vLLM's bfloat16 attention ends with an illegal instruction on a processor with AMX hidden by a virtual machine.
         settings["dtype"] = "float32"
+    settings |= models.ARGUMENTS.get(models.SHAPES[options.model].get("model_type", ""), {})
     if options.graphs:
         settings["compilation_config"] = {"cudagraph_capture_sizes": list(GRAPH_SIZES)}
     return settings

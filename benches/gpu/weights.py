@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 LOAD_FORMAT = "pillion_bench"
+STATE_DECAY_LOG = -6.0
 # A distribution of Python packages with a plugin of vLLM alone; every process of an engine loads it.
 PLUGIN = {
     "METADATA": "Metadata-Version: 2.1\nName: pillion-bench\nVersion: 0\n",
@@ -36,6 +37,9 @@ def seed(model: Any, shape: dict[str, int], calm: bool = False) -> None:
                 weight.fill_(1.0)
             elif leaf == "sinks" or leaf.endswith("bias"):
                 weight.zero_()
+            elif leaf in ("A", "A_log"):
+                # A state lasts for some hundred tokens.
+                weight.fill_(STATE_DECAY_LOG if leaf == "A_log" else -math.exp(STATE_DECAY_LOG))
             elif kind in ("embed_tokens", "embedding"):
                 weight.normal_(0.0, 1.0, generator=generator)
             elif kind == "qkv_proj":

@@ -158,9 +158,9 @@ class Policy:
         """These blocks were not loaded."""
     def requests_failed(self, ids: list[int]) -> None:
         """The loads of these requests have failed as a whole."""
-    def end_request(self, id: int, aborted: bool, reason: int, tokens: list[int]) -> tuple[int | None, list[int]]:
-        """Ends a request, `aborted` before it was computed or not. Returns the tokens of its prompt kept for another engine, if
-        one goes on, and blocks to hold."""
+    def end_request(self, id: int, last: bool, aborted: bool, reason: int, tokens: list[int]) -> tuple[int | None, list[int]]:
+        """Ends a request, the `last` of its conversation or not, `aborted` before it was computed or not. Returns the tokens of
+        its prompt kept for another engine, if one goes on, and blocks to hold."""
     def held(self, blocks: list[int]) -> None:
         """The engine holds these blocks until `begin_step` or `release_held` gives them back."""
     def release_held(self) -> list[int]:

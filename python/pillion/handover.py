@@ -26,9 +26,18 @@ def hands_over(request: Request) -> bool:
 
 def count_awaited(request: Request, prompt: int) -> int:
     """The count of an awaited request's tokens saved by the other engine: all of its prompt, or fewer if the params say so."""
-    told = vllm_compat.transfer_params(request).get("pillion")
-    saved = told.get("tokens") if isinstance(told, dict) else None
+    saved = _own_params(request).get("tokens")
     return min(saved, prompt) if type(saved) is int and saved > 0 else prompt
+
+
+def ends_conversation(request: Request) -> bool:
+    """True if the client says that no request follows this one in its conversation."""
+    return _own_params(request).get("last") is True
+
+
+def _own_params(request: Request) -> dict[str, Any]:
+    own = vllm_compat.transfer_params(request).get("pillion")
+    return own if isinstance(own, dict) else {}
 
 
 def _asks(request: Request, name: str) -> bool:

@@ -612,10 +612,10 @@ def was_answered(request: Any) -> bool:
     return request.status.name in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 
 
-def answer_end(request: Any) -> tuple[int, list[int]]:
-    """vLLM's number for the reason of a request's end, and the answer's last two tokens if the model ended it."""
+def answer_end(request: Any) -> tuple[bool, int, list[int]]:
+    """True if a request was aborted, vLLM's number for the reason of its end, and the last two tokens if the model ended it."""
     stopped = request.status.name == "FINISHED_STOPPED"
-    return int(request.status), list(request.output_token_ids[-2:]) if stopped else []
+    return not was_answered(request), int(request.status), list(request.output_token_ids[-2:]) if stopped else []
 
 
 def has_extra_keys(request: Any) -> bool:

@@ -115,6 +115,9 @@ pub const SAVE_HANDOVER: u8 = 2;
 /// `flags` of LOAD: its query was answered with [`Status::Arriving`], so some blocks may still be on their
 /// way.
 pub const LOAD_ARRIVING: u8 = 8;
+/// `data[0]` of CLOSE and ENDED: the conversation ends with this request. Earlier sidecars take it for a way in which
+/// answers end.
+pub const WAY_LAST: u32 = u32::MAX;
 
 /// One submission, as it lies in a slot: `kind u8, flags u8, pad u16, log u32, op u64, from u32, count u32, step u64,
 /// lease u64, data [u32; 6]`.

@@ -97,7 +97,8 @@ macro_rules! messages {
                 scheduler {
                     /// The log.
                     log: u32 = LOG,
-                    /// A number for the way in which the request's answer ended, equal for equal ways; 0: not known.
+                    /// A number for the way in which the request's answer ended, equal for equal ways; 0: not known;
+                    /// [`WAY_LAST`](crate::message::WAY_LAST): its conversation ends.
                     way: u32 = WAY,
                 }
             }

@@ -62,6 +62,18 @@ def test_who_goes_on_with_a_prompt_has_one_token_to_compute(engine: Any, saved: 
     assert _followed(engine, said)[1:] == (awaited, False, list(range(TOKENS)))
 
 
+@pytest.mark.parametrize(
+    ("own", "last"),
+    [({"last": True}, True), ({"last": "yes"}, False), ({"last": 1}, False), ({}, False), (True, False), (None, False)],
+)
+def test_a_client_tells_the_last_request_of_its_conversation(engine: Any, own: Any, last: bool) -> None:
+    """With these very words alone."""
+    role, policy = engine
+    request, *_ = _followed(engine, {"pillion": own})
+    played.finish(role, request)
+    assert [told[1] for told in policy.told("end_request")] == [last]
+
+
 def test_without_a_tail_a_hit_ends_on_a_block_s_boundary(engine: Any) -> None:
     """For a key of more than tokens, the policy gets no tokens."""
     assert _followed(engine, AWAITS, cache_salt="salt")[1:] == (TOKENS, False, None)

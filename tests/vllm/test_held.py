@@ -24,7 +24,7 @@ class Policy(played.Policy):
         self.read: set[int] = set()
         self.kept: list[int] = []
 
-    def end_request(self, number: int, aborted: bool, reason: int, tokens: list[int]) -> tuple[int | None, list[int]]:
+    def end_request(self, number: int, *_end: Any) -> tuple[int | None, list[int]]:
         """The blocks to hold, of a request continued by another engine."""
         hands_over = self.told("follow_request")[number - 1][3]
         return (0, [block for block in sorted(self.read) if block not in self.kept]) if hands_over else (None, [])

@@ -48,7 +48,7 @@ def test_of_which_drafters_vllm_drops_a_block() -> None:
 def test_how_an_answer_ended(status: str, tokens: list[int]) -> None:
     """The policy gets vLLM's reason, and the last two tokens if the model ended its answer."""
     request: Any = SimpleNamespace(status=RequestStatus[status], output_token_ids=[4, 8, 2])
-    assert vllm_compat.answer_end(request) == (int(RequestStatus[status]), tokens)
+    assert vllm_compat.answer_end(request) == (status == "FINISHED_ABORTED", int(RequestStatus[status]), tokens)
 
 
 # --- loads ---

@@ -299,7 +299,7 @@ impl<H: SessionHost> EnginePolicy<H> {
     }
 
     /// Ends a request; its saves go on, its blocks may be reused. `way`: the code of its answer's end
-    /// ([`way_of_end`]); 0: not known.
+    /// ([`way_of_end`]), or [`WAY_LAST`](shm_protocol::message::WAY_LAST); 0: not known.
     pub fn end_request(&mut self, id: RequestId, way: u32) -> EndedRequest {
         self.pacing.forget_request(id);
         self.check.forsake(id);

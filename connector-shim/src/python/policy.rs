@@ -11,6 +11,7 @@ use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyBytes, PyList};
 use shm_protocol::key::{Algorithm, BlockHash};
+use shm_protocol::message::WAY_LAST;
 use shm_protocol::source::Source;
 
 use super::options::config_error;
@@ -364,12 +365,14 @@ impl PyPolicy {
     fn end_request(
         &self,
         id: RequestId,
+        last: bool,
         aborted: bool,
         reason: u32,
         tokens: Vec<u32>,
     ) -> PyResult<(Option<u32>, Vec<u32>)> {
         self.recorded(|records| records.finished(id, aborted, clock::read_clock()));
-        let ended = self.with(|rules| rules.end_request(id, way_of_end(reason, &tokens)))?;
+        let way = if last { WAY_LAST } else { way_of_end(reason, &tokens) };
+        let ended = self.with(|rules| rules.end_request(id, way))?;
         Ok((ended.handed_over, ended.hold))
     }
 

@@ -19,7 +19,7 @@ use std::time::Duration;
 
 use mesh::directory::Credit;
 use shm_protocol::key::{BlockHash, BlockKey};
-use shm_protocol::message::{Outcome, Status};
+use shm_protocol::message::{Outcome, Status, WAY_LAST};
 use shm_protocol::pool::SlotRef;
 use shm_protocol::request::{self, LogKeys, Query};
 use tiers::LeaseError;
@@ -207,7 +207,7 @@ impl Queries {
         // The request of a tail goes on in another log, with the same keys before it.
         if let Some(mut log) = closed.filter(|log| is_promised || !log.tail) {
             let keys = std::mem::take(&mut log.keys);
-            end_request(session, &log, keys, Ending { way, ..Ending::default() }, base);
+            end_request(session, &log, keys, make_ending(way, false), base);
         }
         Ok(())
     }
@@ -228,7 +228,7 @@ impl Queries {
         if log.ended.is_some() || log.tail {
             return Err(format!("log {number} cannot end on the device: it has ended, or has a tail"));
         }
-        let ending = Ending { way, on_device: true, ..Ending::default() };
+        let ending = make_ending(way, true);
         log.ended = Some(end_request(session, log, log.keys.clone(), ending, base));
         logs.has_device = true;
         Ok(())
@@ -479,6 +479,10 @@ fn status(error: LeaseError) -> Status {
         LeaseError::Foreign => Status::LeaseForeign,
         LeaseError::Consumed => Status::LeaseConsumed,
     }
+}
+
+fn make_ending(way: u32, on_device: bool) -> Ending {
+    Ending { way, last: way == WAY_LAST, on_device }
 }
 
 /// Ends a request with these keys: the tier sorts its blocks, and the forecaster learns of it.

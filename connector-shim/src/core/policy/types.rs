@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use shm_protocol::key::Algorithm;
+use shm_protocol::message::WAY_LAST;
 
 use super::checks::CheckRate;
 use super::requests::RequestId;
@@ -243,11 +244,11 @@ impl PlannedStep {
     }
 }
 
-/// Returns a number, never 0, for the way in which an answer ended. It is made from the engine's number of
+/// Returns a number, never 0 or [`WAY_LAST`], for the way in which an answer ended. It is made from the engine's number of
 /// the reason, and from the last two tokens if the model ended the answer: a call of a tool ends otherwise
 /// than a sentence. From these numbers the sidecar learns which requests come back soon.
 pub fn way_of_end(reason: u32, tokens: &[u32]) -> u32 {
     let words = [reason].into_iter().chain(tokens.iter().copied());
     let digest = words.fold(FNV_BASIS, |digest, word| (digest ^ word).wrapping_mul(FNV_PRIME));
-    digest.max(1)
+    digest.clamp(1, WAY_LAST - 1)
 }

@@ -1,5 +1,7 @@
 //! Blocks on the engine's device: the logs of ended requests, and saves of blocks about to be reused.
 
+use shm_protocol::message::WAY_LAST;
+
 use super::*;
 
 impl Harness {
@@ -45,6 +47,27 @@ fn copies_of_an_ended_request_go_first_and_are_made_again_from_its_log() {
     let copies: Vec<u32> =
         engine.copies().iter().flat_map(|(.., pieces)| pieces).map(|piece| piece.block).collect();
     assert_eq!(copies, [2, 3], "key 1 is kept");
+}
+
+#[test]
+fn blocks_of_a_conversation_s_last_request_go_next() {
+    let mut engine = Harness::over(core_of(4 << 20), 1, SHARD_BYTES);
+    engine.join();
+    for (log, op, way) in [(1_u32, 1, 7), (0, 2, WAY_LAST)] {
+        engine.keep_chain(log, op, log * 100..log * 100 + 4);
+        engine.ask(SchedulerRequest::Close { log, way });
+    }
+    let mut op = 3;
+    while engine.core.base.cx.dram.stats().evicted_blocks_total < 4 {
+        let first = 1000 + op as u32 * 8;
+        assert!(engine.keep_chain(9, op, first..first + 1) == 1 && op < 2000, "operation {op}");
+        engine.ask(SchedulerRequest::Close { log: 9, way: 0 });
+        op += 1;
+    }
+    engine.open(1, 100..104);
+    engine.open(0, 0..4);
+    let kept = [(1, 900), (0, 901)].map(|(log, op)| engine.count_kept(log, op, 0..4));
+    assert_eq!(kept, [4, 0], "the older one may go on");
 }
 
 #[test]

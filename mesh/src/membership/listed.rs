@@ -41,7 +41,8 @@ impl Vacancy {
 
 impl Membership {
     /// Sets the addresses of a listed name; an IP address is a name with itself as its address. Addresses of
-    /// this node are tried again when the addresses of their name change.
+    /// this node are tried again when the addresses of their name change. Addresses without a name are closed
+    /// at once, but members there stay until they are silent.
     pub fn resolved(
         &mut self,
         now_ms: u64,
@@ -75,7 +76,8 @@ impl Membership {
         steps
     }
 
-    /// Removes listed members after long silence, and notes each endpoint without a member for long once.
+    /// Removes listed members after `gone_ms` (30 s) of silence. Notes once each endpoint without a member for
+    /// as long.
     pub fn tick(&mut self, now_ms: u64) -> Vec<MembershipStep> {
         let gone_ms = self.gone_ms;
         let long = |since_ms: u64| now_ms >= since_ms.saturating_add(gone_ms);

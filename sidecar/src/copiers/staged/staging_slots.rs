@@ -22,6 +22,7 @@ pub(super) struct StagingSlots {
     waiting: VecDeque<(CopyId, RankBlock)>,
     copies: BTreeMap<CopyId, OpenBatch>,
     ended: Vec<Finished>,
+    /// Random at first, so answers and slots of an earlier session match no request of this one.
     next_tag: u64,
     stopped: bool,
 }

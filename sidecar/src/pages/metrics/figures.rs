@@ -30,7 +30,7 @@ impl<S: Default> MetricFigures<S> {
         Ok(figures)
     }
 
-    /// Adds a counter for each reason.
+    /// Adds a counter for each reason. Panics for figures with a label of several structs.
     pub(super) fn with_reasons(
         mut self,
         registry: &Registry,
@@ -97,7 +97,7 @@ impl<S> MetricFigures<S> {
     }
 }
 
-/// Raises a counter to a total. Called by one thread alone, so read-then-add is exact.
+/// Raises a counter to a total; a smaller total has no effect. Called by one thread alone, so read-then-add is exact.
 pub fn raise_counter(counter: &IntCounter, total: u64) {
     counter.inc_by(total.saturating_sub(counter.get()));
 }

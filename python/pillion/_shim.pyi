@@ -574,6 +574,9 @@ def lay_out_block(
     and bytes of one, lengths and strides of all axes, the axis of blocks, the dtype, and of a head the elements of a key and
     of a value, 0 where they are not known, and the packing."""
 
-def served_tokens(groups: list[tuple[int, int, int, int, int]], limit: int, kept: list[list[bool]]) -> int:
-    """The end of the tokens served of a prompt with `limit` of them, by cache groups with these blocks; each group as in
-    `Policy`."""
+def served_tokens(
+    groups: list[tuple[int, int, int, int, int]], limit: int, kept: list[list[bool]], first: int = 0, drops: bool = False
+) -> tuple[int, int]:
+    """The end of the tokens served beyond `first` of a prompt with `limit` of them, by cache groups with these blocks, and the
+    boundary at which a state is missing (0: none); each group as in `Policy`. `drops`: the engine takes a block from its own
+    hits, for a drafter."""

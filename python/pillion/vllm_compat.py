@@ -117,9 +117,9 @@ def drafts_from_hidden_states(vllm_config: VllmConfig) -> bool:
     return bool(uses and uses())
 
 
-# Methods without a drafter's KV; and those served beside windows, where vLLM itself answers wrong with a draft model.
+# Methods without a drafter's KV; and those served beside other groups, where vLLM itself answers wrong with a draft model.
 DRAFTS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
-DRAFTS_BESIDE_WINDOWS = (*DRAFTS_WITHOUT_KV, "eagle", "eagle3", "mtp")
+DRAFTS_IN_SETS = (*DRAFTS_WITHOUT_KV, "eagle", "eagle3", "mtp")
 
 
 def drafts_with_kv(vllm_config: VllmConfig) -> bool:
@@ -243,12 +243,11 @@ def _unserved_set(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kinds
     hashed = hash_tokens(kv_cache_config)
     if not hashed or any(group.kv_cache_spec.block_size % hashed for group in served):
         return f", and this vLLM divides or hashes their blocks in ways that are not served: {remedy}"
-    speculative, has_states = getattr(vllm_config, "speculative_config", None), "state" in map(kind_of_group, served)
+    speculative = getattr(vllm_config, "speculative_config", None)
     drafters = {kind_of_group(group) for group in groups if getattr(group, "is_eagle_group", False)}
-    served_methods = DRAFTS_WITHOUT_KV if has_states else DRAFTS_BESIDE_WINDOWS
-    if speculative and (speculative.method not in served_methods or drafters - {"full"}):
+    if speculative and (speculative.method not in DRAFTS_IN_SETS or drafters - {"full"}):
         return f", which are not served with speculation by {speculative.method}: start vLLM without --speculative-config"
-    if has_states and HAS_TRITON and not on_gpu():
+    if "state" in map(kind_of_group, served) and HAS_TRITON and not on_gpu():
         return ", and Triton's kernels would move states in replaced memory: run vLLM's CPU build without Triton"
     if not recomputes_failed_loads(vllm_config):
         return ", and a load that fails would end its request: set kv_load_failure_policy to recompute"

@@ -80,3 +80,41 @@ def test_states_made_with_drafts(tmp_path: Path) -> None:
             assert states.all_of(exchanged, "logprobs") != states.all_of(warm, "logprobs")
             second.exit()
         assert keeper.metrics()["pillion_load_failures_total"] == 0
+
+
+# A random drafter is right now and then: it has few tokens to choose from.
+FEW_TOKENS = 32
+# vLLM takes a block from its own hits for the drafter: of prompts below two blocks it has none.
+DRAFTED = [prompts.prompt(tokens, tokens, FEW_TOKENS) for tokens in (600, 1100, 1900)]
+TURN, REST = prompts.prompt(700, 31, FEW_TOKENS), [prompts.prompt(50, seed, FEW_TOKENS) for seed in (33, 34)]
+MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
+
+
+@pytest.mark.supports("states-drafts")
+@pytest.mark.parametrize("mode", [Mode(1, graphs=False), Mode(2, graphs=True)], ids=str)
+def test_states_beside_mtp(mode: Mode, tmp_path: Path) -> None:
+    """The drafter's layer has its KV in the blocks of full attention. Hits over a restart are vLLM's own, to the bit, and no
+    request loads the block that vLLM has taken from its own hit. Second turns go on from states made with drafts."""
+    config = random_model.QWEN3_NEXT | {"vocab_size": FEW_TOKENS}
+    shape = random_model.add_drafter(random_model.write(tmp_path / "model", config))
+    with sidecar.serving(tmp_path, gpu=True) as keeper:
+        options = with_arguments(gpu_options.options(shape, mode, keeper.socket), TRITON | MTP)
+        with engine.running(options, tmp_path / "first.log") as first:
+            answers = states.compute(first, keeper, DRAFTED)
+            (turn,) = first.generate([TURN], max_tokens=ANSWER_TOKENS)
+            turns = [[*TURN, *turn["tokens"], *rest] for rest in REST]
+            right = states.all_of(states.ask(first, turns), "tokens")
+            windows.wait_until_quiet(keeper)
+            counts = first.metrics()
+            first.kill()
+        with engine.running(options, tmp_path / "second.log") as second:
+            states.load(second, keeper, answers, layer_bytes=4096)
+            warm = states.ask(second, turns)
+            found = states.all_of(warm, "cached_tokens")
+            print(f"\n{counts['accepted_drafts']} of {counts['drafts']} drafts were accepted", end="; ")
+            print(f"prompts of {list(map(len, DRAFTED))} tokens found {answers.hits}, second turns {found} of {len(turns[0])}")
+            assert all(found) and states.all_of(warm, "tokens") == right
+            second.exit()
+        assert counts["accepted_drafts"] > 0 and keeper.metrics()["pillion_load_failures_total"] == 0
+    for log in ("first.log", "second.log"):
+        assert "STAYS OUT" not in (tmp_path / log).read_text()

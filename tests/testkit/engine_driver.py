@@ -39,6 +39,8 @@ COUNTERS = {
     "vllm:prefix_cache_queries": "local_queries",
     "vllm:prefix_cache_hits": "local_hits",
     "vllm:num_preemptions": "preemptions",
+    "vllm:spec_decode_num_draft_tokens": "drafts",
+    "vllm:spec_decode_num_accepted_tokens": "accepted_drafts",
 }
 
 

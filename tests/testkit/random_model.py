@@ -120,3 +120,25 @@ def write(directory: Path, config: dict[str, Any], seed: int = 1234) -> Path:
                 parameter.fill_(DECAY_LOG)
     made.save_pretrained(directory)
     return directory
+
+
+def add_drafter(directory: Path, seed: int = 4321) -> Path:
+    """Adds an MTP layer to a model with gated delta rules: like its last layer, and behind a projection of an embedding and the
+    model's last hidden state. Its proposals are right by chance. Returns the directory."""
+    import json
+
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    generator = torch.Generator().manual_seed(seed)
+    config, weights = json.loads((directory / "config.json").read_text()), load_file(directory / "model.safetensors")
+    size, last = config["hidden_size"], f"model.layers.{config['num_hidden_layers'] - 1}."
+    layer = {f"layers.0.{name.removeprefix(last)}": tensor for name, tensor in weights.items() if name.startswith(last)}
+    norms = ("norm.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight")
+    for name, tensor in ({"fc.weight": torch.empty(size, 2 * size)} | layer | dict.fromkeys(norms, torch.zeros(size))).items():
+        if tensor.dim() > 1:
+            tensor = torch.randn(tensor.shape, generator=generator) * GAIN / math.sqrt(tensor.shape[-1])
+        weights[f"mtp.{name}"] = tensor.to(torch.bfloat16, copy=True)
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    return directory

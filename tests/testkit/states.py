@@ -28,26 +28,27 @@ def all_of(answers: list[dict[str, Any]], name: str) -> list[Any]:
 
 @dataclasses.dataclass
 class Answers:
-    """The answers of an engine that computed the prompts, and its later ones with local hits of `hits` tokens."""
+    """The answers of an engine that computed the asked prompts, and its later ones with local hits of `hits` tokens."""
 
+    asked: list[list[int]]
     cold: list[dict[str, Any]]
     local: list[dict[str, Any]]
     hits: list[int]
 
 
-def compute(running: engine.Engine, keeper: sidecar.Sidecar) -> Answers:
+def compute(running: engine.Engine, keeper: sidecar.Sidecar, asked: list[list[int]] = PROMPTS) -> Answers:
     """Has the engine compute the prompts, and waits until its saves are kept."""
-    cold, local = ask(running), ask(running)
+    cold, local = ask(running, asked), ask(running, asked)
     hits = all_of(local, "cached_tokens")
     assert hits == sorted(set(hits)) and hits[-1] > 0 and running.metrics()["external_hits"] == 0
     windows.wait_until_quiet(keeper)
-    return Answers(cold, local, hits)
+    return Answers(asked, cold, local, hits)
 
 
 def load(running: engine.Engine, keeper: sidecar.Sidecar, answers: Answers, layer_bytes: int) -> None:
     """The engine hits all kept states, right to the bit. The negative control: with a layer of another state, `layer_bytes` of
     it, the answer differs."""
-    warm = ask(running)
+    warm = ask(running, answers.asked)
     assert all_of(warm, "cached_tokens") == answers.hits
     assert running.metrics()["external_hits"] == sum(answers.hits)
     assert all_of(warm, "tokens") == all_of(answers.cold, "tokens")
@@ -55,7 +56,7 @@ def load(running: engine.Engine, keeper: sidecar.Sidecar, answers: Answers, laye
     windows.forget(running, keeper)
     with exchanged(keeper, layer_bytes) as kept:
         assert kept > 1
-        damaged = ask(running)
+        damaged = ask(running, answers.asked)
     assert all_of(damaged, "cached_tokens") == answers.hits
     assert damaged[-1]["logprobs"] != answers.local[-1]["logprobs"]
 

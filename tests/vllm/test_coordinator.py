@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,13 +18,13 @@ CACHES = int(os.environ.get("CACHES", "5000"))
 HASHED, BOUNDARIES_MAX = 16, 14
 
 
-def _random_groups(chance: random.Random) -> list[Any]:
-    """Specs of a model's groups, one of them full: of blocks of one or two hashes."""
-    kinds = ["full", *(chance.choice(["full", "window", "state", "state", "ring"]) for _ in range(chance.randint(1, 3)))]
+def _random_groups(chance: random.Random, sizes: Sequence[int] = (1, 1, 2), first: Sequence[str] = ("full",)) -> list[Any]:
+    """Specs of a model's groups, those of `first` among them: of blocks of so many hashes."""
+    kinds = [*first, *(chance.choice(["full", "window", "state", "state", "ring"]) for _ in range(chance.randint(1, 3)))]
     chance.shuffle(kinds)
     made = []
     for kind in kinds:
-        size = HASHED * chance.choice([1, 1, 2])
+        size = HASHED * chance.choice(sizes)
         if kind == "full":
             made.append(spec("FullAttentionSpec", block_size=size))
         elif kind == "window":
@@ -42,24 +43,27 @@ def _state(size: int) -> Any:
     return MambaSpec(block_size=size, shapes=((8,),), dtypes=(torch.bfloat16,), mamba_cache_mode="align")
 
 
-def _coordinator(specs: list[Any]) -> Any:
-    """vLLM's coordinator, without hits that end within a block."""
+def _coordinator(specs: list[Any], *, drafter: bool = False) -> Any:
+    """vLLM's coordinator, without hits that end within a block. A drafter has its KV in the blocks of full attention."""
     import math
 
     from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
     config = KVCacheConfig(
         num_blocks=4,
         kv_cache_tensors=[],
-        kv_cache_groups=[KVCacheGroupSpec([f"layer.{number}"], spec) for number, spec in enumerate(specs)],
+        kv_cache_groups=[
+            KVCacheGroupSpec([f"layer.{number}"], spec, is_eagle_group=drafter and isinstance(spec, FullAttentionSpec))
+            for number, spec in enumerate(specs)
+        ],
         hash_block_size=HASHED,
     )
     coordinator = HybridKVCacheCoordinator(
         config,
         max_model_len=4096,
         max_in_flight_tokens=4096,
-        use_eagle=False,
+        use_eagle=drafter,
         enable_caching=True,
         enable_kv_cache_events=False,
         dcp_world_size=1,
@@ -84,6 +88,20 @@ def _keep(coordinator: Any, config: Any, kept: dict[int, list[bool]], hashes: li
                 listed.insert(make_block_hash_with_group_id(key, number), pool.blocks[1])
 
 
+def _random_blocks(chance: random.Random, parts: list[Any], tokens: int) -> tuple[dict[int, list[bool]], bool]:
+    """The kept blocks of each group by vLLM's number, and whether states are rare."""
+    lacks = chance.choice([0.02, 0.1, 0.3])
+    rare = {group.number: bool(vllm_compat.state_tokens(view)) and chance.random() < 0.7 for group, view in parts}
+    kept = {
+        group.number: [
+            chance.random() < (0.3 if rare[group.number] else 1 - lacks)
+            for _ in range(tokens // vllm_compat.block_tokens(view))
+        ]
+        for group, view in parts
+    }
+    return kept, any(rare.values())
+
+
 @pytest.mark.supports("states", "windows")
 def test_a_set_is_served_as_by_vllm() -> None:
     """0 of all caches differ."""
@@ -94,23 +112,45 @@ def test_a_set_is_served_as_by_vllm() -> None:
         parts = groups.split_groups(config)
         if len(parts) < 2:
             continue
-        boundary, lacks = coordinator.scheduler_block_size, chance.choice([0.02, 0.1, 0.3])
+        boundary = coordinator.scheduler_block_size
         tokens = boundary * chance.randint(1, BOUNDARIES_MAX) + chance.randrange(boundary)
         hashes = [chance.randbytes(32) for _ in range(tokens // HASHED)]
-        rare = {group.number: bool(vllm_compat.state_tokens(view)) and chance.random() < 0.7 for group, view in parts}
-        kept = {
-            group.number: [
-                chance.random() < (0.3 if rare[group.number] else 1 - lacks)
-                for _ in range(tokens // vllm_compat.block_tokens(view))
-            ]
-            for group, view in parts
-        }
+        kept, rare = _random_blocks(chance, parts, tokens)
         _keep(coordinator, config, kept, hashes)
         _, right, _ = coordinator.find_longest_cache_hit(hashes, tokens - 1)
         forms = [groups._form(group, view) for group, view in parts]
-        served = _shim.served_tokens(forms, tokens - 1, list(kept.values()))
+        served, _ = _shim.served_tokens(forms, tokens - 1, list(kept.values()))
         assert served == right, f"{seed}: {forms} {kept} {tokens}"
         seen["hits"] += right > 0
         seen["misses"] += right == 0
-        seen["states"] += any(rare.values()) and right > 0
+        seen["states"] += rare and right > 0
     assert min(seen.values()) > CACHES / 10, seen
+
+
+@pytest.mark.supports("states-drafts")
+def test_a_set_beside_a_drafter_is_served_as_by_vllm() -> None:
+    """vLLM takes a block from its own hits. An engine without blocks gets no less. Upon its own hit it loads more than the
+    block taken, or nothing. States are made where vLLM makes them."""
+    seen: Counter[str] = Counter()
+    for seed in range(CACHES // 5):
+        chance = random.Random(seed)
+        config, coordinator = _coordinator(_random_groups(chance, (1,), ("full", "state")), drafter=True)
+        parts = groups.split_groups(config)
+        tokens = HASHED * chance.randint(1, BOUNDARIES_MAX) + chance.randrange(1, HASHED)
+        hashes = [chance.randbytes(32) for _ in range(tokens // HASHED)]
+        kept, _ = _random_blocks(chance, parts, tokens)
+        _keep(coordinator, config, kept, hashes)
+        _, own, beyond = coordinator.find_longest_cache_hit(hashes, tokens - 1)
+        asked = [groups._form(group, view) for group, view in parts], tokens - 1, list(kept.values())
+        (whole, _), (served, junction) = _shim.served_tokens(*asked), _shim.served_tokens(*asked, 0, drops=True)
+        more, _ = _shim.served_tokens(*asked, own, drops=True)
+        case = f"{seed}: {asked}"
+        assert served >= own and served == (whole if served else 0) and whole <= max(served, HASHED), case
+        assert more == own or more > own + HASHED, case
+        assert served > own or junction == (own + beyond if beyond else 0), case
+        seen["own"] += own > 0
+        seen["served beyond it"] += served > own
+        seen["loaded upon it"] += more > own > 0
+        seen["taken"] += whole > served
+        seen["junctions"] += junction > 0
+    assert min(seen[name] for name in ("own", "served beyond it", "loaded upon it", "taken", "junctions")) > CACHES / 200, seen

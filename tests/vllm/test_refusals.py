@@ -173,7 +173,7 @@ def test_several_groups_are_refused_where_a_failed_load_ends_its_request(remedy:
     assert remedy in reason and fits_metrics(reason)
 
 
-NGRAMS, EAGLE, DRAFTER = (SimpleNamespace(method=method) for method in ("ngram", "eagle", "draft_model"))
+NGRAMS, EAGLE, MTP, DRAFTER = (SimpleNamespace(method=method) for method in ("ngram", "eagle", "mtp", "draft_model"))
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ NGRAMS, EAGLE, DRAFTER = (SimpleNamespace(method=method) for method in ("ngram",
     [
         {"speculative_config": NGRAMS},
         {"speculative_config": EAGLE},
-        {"speculative_config": SimpleNamespace(method="mtp")},
+        {"speculative_config": MTP},
         {"lora_config": SimpleNamespace()},
     ],
 )
@@ -211,14 +211,14 @@ SCRATCH = spec("CircularBufferSpec", block_size=8)
 @pytest.mark.parametrize(
     ("group", "drafts"),
     [
-        pytest.param(STATE, EAGLE, marks=refuses("state-drafts", "start vLLM without --speculative-config")),
+        pytest.param(STATE, DRAFTER, marks=refuses("state-drafts", "start vLLM without --speculative-config")),
         pytest.param(
             spec("SlidingWindowSpec", **WINDOW), DRAFTER, marks=refuses("set-drafts", "start vLLM without --speculative-config")
         ),
     ],
 )
 def test_several_groups_are_refused_beside_drafters(group: Any, drafts: Any, remedy: str) -> None:
-    """Those with KV of their own are refused beside states, and a draft model beside windows."""
+    """vLLM itself answers wrongly with a draft model beside them."""
     both = full_and_window()
     both.kv_cache_groups = [dataclasses.replace(both.kv_cache_groups[0], kv_cache_spec=it) for it in (full_attention(), group)]
     engine: Any = SimpleNamespace(**vars(PLAIN), kv_transfer_config=RECOMPUTE, speculative_config=drafts)
@@ -245,7 +245,7 @@ def test_states_are_served_beside_full_attention() -> None:
     both = full_and_window()
     for specs in ([full_attention(), STATE], [SCRATCH, STATE, spec("SlidingWindowSpec", **WINDOW), full_attention()]):
         both.kv_cache_groups = [dataclasses.replace(both.kv_cache_groups[0], kv_cache_spec=spec) for spec in specs]
-        for more in ({}, {"speculative_config": NGRAMS}):
+        for more in ({}, *({"speculative_config": drafts} for drafts in (NGRAMS, EAGLE, MTP))):
             engine: Any = SimpleNamespace(**vars(PLAIN), kv_transfer_config=RECOMPUTE, **more)
             assert vllm_compat.find_unsupported(engine, both) is None
         parts = cache_groups.split_groups(both)

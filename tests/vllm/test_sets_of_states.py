@@ -34,6 +34,27 @@ PROMPTS = [prompt_of(500, 201), prompt_of(300, 202)]
 HITS = sum(hit_tokens(len(prompt)) for prompt in PROMPTS)
 
 
+# A drafter with KV in the blocks of full attention: vLLM takes a block from its own hits, and a prompt's last state is there.
+MTP = {"drafts": 3, "drafter": "mtp"}
+
+
+@EACH
+@pytest.mark.supports("states-drafts")
+def test_hits_beside_a_drafter_are_those_of_vllm(stage: Stage, kind: dict[str, Any]) -> None:
+    """After a restart, too; and no request loads the block that vLLM has taken from its own hit."""
+    right = right_answers(PROMPTS, 4)
+    with sidecar.serving(stage.directory) as keeper:
+        ask = generate(PROMPTS, 4)
+        (results,) = stage.play(
+            [ask, SETTLE, ask, RESET, ask, ask], *by_load(keeper, "auto"), metrics=metrics(keeper), **kind, **MTP
+        )
+        cold, _, own, _, warm, again = results
+        for result in (cold, own, warm, again):
+            expect_right(result, right, "beside a drafter")
+        hits = HITS - BLOCK_TOKENS * len(PROMPTS)
+        assert [result["hits"] for result in (cold, own, warm, again)] == [0, 0, hits, 0]
+
+
 @EACH
 @pytest.mark.supports("states")
 @pytest.mark.parametrize("copy", ["engine", "sidecar"])
@@ -103,17 +124,18 @@ def test_a_conversation_goes_on_from_where_it_was(stage: Stage) -> None:
         assert results[3]["hits"] == (len(prompt + answer) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
-def test_a_shared_prefix_is_served_from_its_third_request_on(stage: Stage) -> None:
+@pytest.mark.parametrize(("drafter", "dropped"), [({}, 0), (MTP, BLOCK_TOKENS)], ids=["plain", "mtp"])
+def test_a_shared_prefix_is_served_from_its_third_request_on(stage: Stage, drafter: dict[str, Any], dropped: int) -> None:
     """A restarted engine knows no shared prefix. The second request finds its blocks of full attention and no state at its end,
     so a state is made there."""
     shared = prompt_of(650, 205)
     prompts = [shared + prompt_of(90, 206 + number) for number in range(3)]
     with sidecar.serving(stage.directory) as keeper:
         acts = [act for prompt in prompts for act in (generate([prompt], 4), SETTLE, RESET)]
-        (results,) = stage.play(acts, *by_load(keeper, "auto"), metrics=metrics(keeper), **MIXED)
+        (results,) = stage.play(acts, *by_load(keeper, "auto"), metrics=metrics(keeper), **MIXED, **drafter)
         for prompt, result in zip(prompts, results[::3], strict=True):
             expect_right(result, right_answers([prompt], 4), "of a shared prefix")
-        assert results[6]["hits"] == len(shared) // BLOCK_TOKENS * BLOCK_TOKENS
+        assert results[6]["hits"] == len(shared) // BLOCK_TOKENS * BLOCK_TOKENS - dropped
 
 
 @pytest.mark.parametrize(("copy", "lost"), [("engine", False), ("engine", True), ("sidecar", True)])

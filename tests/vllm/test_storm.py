@@ -47,7 +47,9 @@ PATHS += [("auto", "engine", "set-eagle")]
 # States, windows and scratch beside full attention.
 PATHS += [("auto", "engine", "mixed"), ("auto", "sidecar", "mixed"), ("auto", "engine", "mixed-drafts")]
 # The same, with hits within blocks.
-PATHS += [("auto", "engine", "mixed-within"), ("auto", "sidecar", "mixed-within")]
+PATHS += [("auto", "engine", "mixed-within"), ("auto", "sidecar", "mixed-within-mtp")]
+# With a drafter's KV vLLM makes the last state of a prompt a block, or a unit, earlier.
+PATHS += [("auto", "engine", "mixed-mtp")]
 # So few blocks that the engine preempts.
 KINDS: dict[str, dict[str, Any]] = {
     "full": {"kind": "full", "blocks": 24},
@@ -61,6 +63,7 @@ KINDS: dict[str, dict[str, Any]] = {
 # A step computes drafts, too. The KV of rejected ones lies in the blocks until the next step.
 KINDS |= {f"{kind}-drafts": KINDS[kind] | {"drafts": 3} for kind in ("full", "full-once", "window", "set", "mixed")}
 KINDS["set-eagle"] = KINDS["set-drafts"] | {"drafter": "eagle"}
+KINDS |= {f"{kind}-mtp": KINDS[kind] | {"drafts": 3, "drafter": "mtp"} for kind in ("mixed", "mixed-within")}
 SETS = ("set", "mixed")
 SET_TESTS = sum(KINDS[kind]["kind"] in SETS for _, _, kind in PATHS) * len(RELEASES) * len(SCHEDULERS)
 ALONE = "PILLION_SEED" in os.environ

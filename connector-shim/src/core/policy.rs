@@ -123,6 +123,7 @@ impl<H: SessionHost> EnginePolicy<H> {
         sessions: Vec<H>,
         time: Instant,
     ) -> Self {
+        let set = set.dropping(options.drops_last_block);
         let groups = sessions.into_iter().enumerate().map(|(group, mut session)| {
             let events = options.events.map(BlockEvents::new);
             if events.is_some() {

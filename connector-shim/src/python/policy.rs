@@ -671,14 +671,22 @@ pub(super) fn needed_blocks(
     own: [u32; 2],
 ) -> Vec<(u32, u32)> {
     let GroupForm { kind, .. } = form((1, 1, 0, reads, 0));
-    let needed = Points { every, boundary: 1 }.needed(kind, (first, end), prompt, own);
+    let needed = Points { every, boundary: 1, dropped: 0 }.needed(kind, (first, end), prompt, own);
     needed.into_iter().map(|range| (range.start, range.end)).collect()
 }
 
-/// The end of the tokens served of a prompt with `limit` of them, by groups with these blocks; each group as a policy takes it.
+/// The end of the tokens served beyond `first` of a prompt with `limit` of them, by groups with these blocks, and the boundary at which
+/// a state is missing; 0: none. Each group is as a policy takes it. `drops`: the engine takes a block from its own hits, for a drafter.
 #[pyfunction]
-pub(super) fn served_tokens(groups: Vec<(u32, u32, u32, u32, u32)>, limit: u32, kept: Vec<Vec<bool>>) -> u32 {
-    let set = GroupSet::new(groups.into_iter().map(form).collect(), 0);
+#[pyo3(signature = (groups, limit, kept, first = 0, drops = false))]
+pub(super) fn served_tokens(
+    groups: Vec<(u32, u32, u32, u32, u32)>,
+    limit: u32,
+    kept: Vec<Vec<bool>>,
+    first: u32,
+    drops: bool,
+) -> (u32, u32) {
+    let set = GroupSet::new(groups.into_iter().map(form).collect(), 0).dropping(drops);
     let present = |group: usize, keys: AskedKeys| {
         // Groups here have whole blocks alone.
         let AskedKeys::Of(blocks) = keys else { return Ok::<_, Infallible>(Some(0)) };
@@ -688,10 +696,12 @@ pub(super) fn served_tokens(groups: Vec<(u32, u32, u32, u32, u32)>, limit: u32, 
             _ => blocks.take_while(is_kept).count() as u32,
         }))
     };
-    match set.serve_request((0, set.floor(limit)), None, present, |_| ()) {
-        Ok(ServedTokens::To(end)) => end,
-        Ok(ServedTokens::Pending(_)) => unreachable!("all groups know"),
-    }
+    let (limit, mut run) = (set.floor(limit), 0);
+    let Ok(served) = set.serve_request((first, limit), None, present, |end| run = end);
+    let ServedTokens::To(end) = served else { unreachable!("all groups know") };
+    let junction = set.junction(run);
+    let served = if set.is_dropped((first, end), run) { first } else { end };
+    (served, if end < junction { junction } else { 0 })
 }
 
 /// `states`: tokens between two states at least; 0: the group keeps none. `hashes`: of each key.

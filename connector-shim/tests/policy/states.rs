@@ -21,7 +21,11 @@ fn setup() -> Setup {
 
 /// An engine with every block of full attention in the cache, and the states behind so many blocks.
 fn engine(kept: &[u32]) -> Engine {
-    let mut engine = setup().engine();
+    engine_of(setup(), kept)
+}
+
+fn engine_of(setup: Setup, kept: &[u32]) -> Engine {
+    let mut engine = setup.engine();
     engine.policy.session(FULL).sidecar.hits = Some(u32::MAX);
     engine.policy.session(STATES).sidecar.states = kept.iter().map(|blocks| blocks - 1).collect();
     engine
@@ -61,6 +65,35 @@ fn a_hit_ends_at_the_last_state() {
         let junction = if hit < BLOCKS { BLOCKS * BLOCK_TOKENS } else { 0 };
         assert_eq!(engine.policy.junction(request), junction);
     }
+}
+
+/// The engine ends its own hits a block earlier, for a drafter, and makes the last state of a prompt there.
+#[test]
+fn with_a_drafter_states_end_a_block_earlier() {
+    let last = BLOCKS - 1;
+    for (kept, own, hit, junction) in [
+        // The engine's own hit on the same blocks, before and after its blocks are gone.
+        (vec![last], last, 0, 0),
+        (vec![last], 0, last, 0),
+        // The last block alone is the one that the engine has dropped.
+        (vec![last, BLOCKS], last, 0, 0),
+        (vec![last, BLOCKS], last - 1, 2, 0),
+        // Behind a hit of one block full attention has more: the engine had none of it.
+        (vec![1], 0, 1, last),
+        (vec![2], 0, 2, last),
+        (vec![], 0, 0, last),
+    ] {
+        let mut engine = drafting_engine(&kept);
+        let request = engine.arrive(PROMPT);
+        assert_eq!(engine.matched(request, own * BLOCK_TOKENS), found(hit), "{kept:?} {own}");
+        assert_eq!(engine.policy.junction(request), junction * BLOCK_TOKENS, "{kept:?} {own}");
+    }
+}
+
+fn drafting_engine(kept: &[u32]) -> Engine {
+    let mut setup = setup();
+    setup.options.drops_last_block = true;
+    engine_of(setup, kept)
 }
 
 /// Full attention ends first; then a state beyond its end is of no use.

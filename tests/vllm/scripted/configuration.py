@@ -73,6 +73,8 @@ def build_cache_config(scenario: dict[str, Any], config: Any) -> Any:
             kv_cache_groups=[KVCacheGroupSpec([name], spec) for name, spec in specs.items()],
             hash_block_size=scenario.get("match_tokens", scenario["block_tokens"]),
         )
+        # vLLM flags the group of an MTP layer, the last one. Without a flag it takes blocks from hits of all groups.
+        found.kv_cache_groups[-1].is_eagle_group = scenario.get("drafter") == "mtp"
         whole = scenario["block_tokens"] * scenario.get("larger", 1)
         found.cache_hit_alignment_tokens = resolve_cache_hit_alignment_tokens(found, config, whole, found.hash_block_size)
         return found

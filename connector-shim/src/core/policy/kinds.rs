@@ -58,6 +58,8 @@ pub struct GroupSet {
     pub unit: u32,
     /// Tokens from one checkpoint to the next, a multiple of the boundary; 0: there are none.
     pub checkpoint: u32,
+    /// Tokens that the engine takes from the end of each hit of its own cache, for a drafter; 0: none.
+    pub dropped: u32,
 }
 
 /// How far a request is served.
@@ -76,6 +78,8 @@ pub struct Points {
     pub every: u32,
     /// Blocks between two possible points.
     pub boundary: u32,
+    /// Blocks from the last state of a prompt to the last point; 0: there are no states, or a state at that point.
+    pub dropped: u32,
 }
 
 // === impl GroupForm ===
@@ -112,7 +116,13 @@ impl GroupSet {
         let checkpoint = checkpoint_tokens.div_ceil(boundary) * boundary;
         let within = forms.iter().filter(|form| form.key_tokens < form.block_tokens);
         let unit = within.map(|form| form.key_tokens).min().unwrap_or(boundary);
-        Self { forms, boundary, unit, checkpoint }
+        Self { forms, boundary, unit, checkpoint, dropped: 0 }
+    }
+
+    /// The same groups of an engine that takes a unit from the end of each hit of its own cache, if it `drops`.
+    #[must_use]
+    pub fn dropping(self, drops: bool) -> Self {
+        Self { dropped: if drops { self.unit } else { 0 }, ..self }
     }
 
     /// True if hits may end within blocks of full attention, under a separate key.
@@ -143,6 +153,18 @@ impl GroupSet {
     /// Returns the highest possible end of a hit within so many tokens.
     pub fn floor(&self, tokens: u32) -> u32 {
         tokens - tokens % self.unit
+    }
+
+    /// Returns the boundary at which the engine's own cache looks for a state first, if full attention has `run` tokens.
+    pub fn junction(&self, run: u32) -> u32 {
+        let end = run.saturating_sub(self.dropped);
+        end - end % self.boundary
+    }
+
+    /// True if a hit up to `end` adds no more to the engine's own `first` tokens than the engine has dropped, as far as is
+    /// known: full attention has `run` tokens. With more tokens the engine's own hit would end there, too.
+    pub fn is_dropped(&self, (first, end): (u32, u32), run: u32) -> bool {
+        end <= first + self.boundary && (end..end + self.dropped).contains(&run)
     }
 
     /// Returns the highest possible end below the first missing key of a group, at place `missing`; `limit`
@@ -250,7 +272,9 @@ fn lcm(a: u32, b: u32) -> u32 {
 impl Points {
     pub(super) fn new(set: &GroupSet, group: usize) -> Self {
         let size = set.forms[group].block_tokens;
-        Self { every: set.checkpoint / size, boundary: (set.unit / size).max(1) }
+        let boundary = (set.unit / size).max(1);
+        let dropped = if set.has_states() && set.dropped > 0 { boundary } else { 0 };
+        Self { every: set.checkpoint / size, boundary, dropped }
     }
 
     /// The parts of the blocks `first..end` of a group without states to save, of a request with `prompt` whole blocks before its prompt's last token, and with its
@@ -263,7 +287,7 @@ impl Points {
         own: [u32; 2],
     ) -> Vec<Range<u32>> {
         let GroupKind::Window { reads } = kind else { return std::iter::once(first..end).collect() };
-        let prompt = prompt - prompt % self.boundary;
+        let prompt = (prompt - prompt % self.boundary).saturating_sub(self.dropped);
         let mut points = own.to_vec();
         if self.every > 0 {
             points.extend((self.every..end + reads).step_by(self.every as usize));
@@ -468,17 +492,33 @@ mod tests {
         assert!(resumed > CASES / 100, "{resumed}");
     }
 
+    /// With a drafter the last state of a prompt lies before its last block; windows are read there, too.
+    #[test]
+    fn the_last_point_is_where_the_last_state_is() {
+        let form = |kind| GroupForm { kind, block_tokens: 4, hashes_each: 1, key_tokens: 4, window: 9 };
+        let window = GroupKind::Window { reads: 2 };
+        for (other, drops, first) in
+            [(GroupKind::State, true, 6), (GroupKind::State, false, 7), (GroupKind::Full, true, 7)]
+        {
+            let forms = [GroupKind::Full, window, other].map(form).to_vec();
+            let points = Points::new(&GroupSet::new(forms, 0).dropping(drops), 1);
+            let needed = points.needed(window, (0, 12), 9, [0, 0]).into_iter().flatten();
+            assert!(needed.eq(first..12), "{other:?} {drops}");
+        }
+    }
+
     /// A later request reads, at each point, as many blocks as the window has; behind the prompt's last point any end is one.
     #[test]
     fn what_a_later_request_reads_is_saved() {
         for seed in 0..CASES {
             let random = &mut Random(seed);
             let (every, boundary, reads) = (below(random, 12), 1 + below(random, 4), 1 + below(random, 5));
-            let points = Points { every: every.next_multiple_of(boundary), boundary };
+            let dropped = if random.next().is_multiple_of(4) { boundary } else { 0 };
+            let points = Points { every: every.next_multiple_of(boundary), boundary, dropped };
             let first = below(random, 30);
             let (end, prompt) = (first + below(random, 40), below(random, 60));
             let own = [below(random, 50), below(random, 50)];
-            let last = prompt - prompt % boundary;
+            let last = (prompt - prompt % boundary).saturating_sub(dropped);
             let read = |block: &u32| {
                 let of = |point: u32| point < last && (block + 1..=block + reads).contains(&point);
                 let checkpoint = |point| points.every > 0 && point % points.every == 0 && of(point);

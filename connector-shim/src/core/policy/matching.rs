@@ -115,14 +115,15 @@ impl<H: SessionHost> EnginePolicy<H> {
         if !computed.is_multiple_of(self.set.boundary) {
             return Ok(MISS);
         }
-        match self.serve_groups(id, (computed, limit), time)? {
+        let (served, run) = self.serve_groups(id, (computed, limit), time)?;
+        match served {
             ServedTokens::Pending(tried) => {
                 self.requests.get_mut(id).expect("looked up above").tried = tried;
                 Ok(FoundTokens::Later)
             }
             ServedTokens::To(end) => {
                 self.requests.get_mut(id).expect("looked up above").tried = None;
-                Ok(self.decide_hit(id, (computed, end, limit), alone))
+                Ok(self.decide_hit(id, (computed, end, limit), run, alone))
             }
         }
     }
@@ -144,12 +145,13 @@ impl<H: SessionHost> EnginePolicy<H> {
         if newest == Some(most / self.set.boundary) { most } else { boundary }
     }
 
+    /// Returns how far all groups serve the request, and how far those with full attention do.
     fn serve_groups(
         &mut self,
         id: RequestId,
         tokens: (u32, u32),
         time: Instant,
-    ) -> Result<ServedTokens, PolicyWait> {
+    ) -> Result<(ServedTokens, u32), PolicyWait> {
         let set = Arc::clone(&self.set);
         let tried = self.requests.get(id).expect("the caller has it").tried;
         if set.several() && self.known.is_empty() {
@@ -172,19 +174,17 @@ impl<H: SessionHost> EnginePolicy<H> {
             self.close_other_tails(id, end);
         }
         let request = self.requests.get_mut(id).expect("the caller has it");
-        if let (ServedTokens::To(end), Some(parted)) = (served, parted)
-            && end < parted
-            && set.has_states()
-        {
-            request.junction = parted;
-        }
-        if let Some(end) = parted {
+        if let Some(run) = parted {
+            // Others' prompts are kept as far as this, and the request's goes on: so may other ones from there.
+            let point = if set.has_states() { set.junction(run) } else { run };
+            if matches!(served, ServedTokens::To(end) if end < point) && set.has_states() {
+                request.junction = point;
+            }
             for group in set.groups_of(true) {
-                // Others' prompts are kept as far as this, and the request's goes on: so may other ones from there.
-                request.parts[group].parted = end / set.forms[group].block_tokens;
+                request.parts[group].parted = point / set.forms[group].block_tokens;
             }
         }
-        Ok(served)
+        Ok((served, parted.unwrap_or(0)))
     }
 
     fn ask_ahead(&mut self, id: RequestId, group: usize, keys: Range<u32>, time: Instant) {
@@ -250,11 +250,12 @@ impl<H: SessionHost> EnginePolicy<H> {
         }
     }
 
-    /// Decides on a hit up to `end`, of `limit`: to load it, to put it off, or to leave it.
+    /// Decides on a hit up to `end`, of `limit`: to load it, to put it off, or to leave it. Full attention has `run` tokens.
     fn decide_hit(
         &mut self,
         id: RequestId,
         (first, end, limit): (u32, u32, u32),
+        run: u32,
         alone: bool,
     ) -> FoundTokens {
         let found = |end: u32, sync: bool| FoundTokens::Tokens(end - first, !sync);
@@ -267,7 +268,7 @@ impl<H: SessionHost> EnginePolicy<H> {
         }
         let size = self.set.forms[0].block_tokens;
         let awaited = self.requests.get(id).expect("the caller has it").parts[0].awaited;
-        let dropped = self.options.drops_last_block && !awaited && end <= first + self.set.boundary;
+        let dropped = !awaited && self.set.is_dropped((first, end), run);
         // Most likely the engine has dropped these last blocks of its own hit: each request would load them again.
         if end <= first || dropped {
             self.release_leases(id);

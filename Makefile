@@ -5,11 +5,12 @@ SHELL := bash
 # A shell opened before scripts/setup installed the toolchain does not have it on the PATH.
 export PATH := $(CURDIR)/.venv/bin:$(HOME)/.cargo/bin:$(PATH)
 
-.PHONY: help setup setup-tests demo test test-long test-rust test-loom test-sim test-python test-manifests test-e2e identity test-rdma sim chaos prove sanitize lint bench fuzz clean test-gpu test-ops dist docs
+.PHONY: help setup setup-tests demo test test-crates test-long test-rust test-loom test-sim test-python test-manifests test-e2e identity test-rdma sim chaos prove sanitize lint bench fuzz clean test-gpu test-ops dist docs
 
 # The Python for tests on a GPU, with vLLM's CUDA build and pillion; and the tests to run, with pytest's options.
 PYTHON ?= python3
 TESTS ?=
+TEST_CRATES = cargo test --workspace --features connector-shim/c,mesh/rdma --quiet
 # Two tests at a time: an engine of the tests computes with one thread. Tests of one group share their engines.
 PYTEST = python -m pytest -q -n 2 --dist loadgroup
 # Releases of vLLM beside the one in .venv: the newest, and older ones.
@@ -35,7 +36,11 @@ setup-tests: setup
 demo: setup ## a real vLLM engine gets its KV back after a restart: table, and a picture under demo-out/
 	@python scripts/demo.py
 
-test: test-rust test-loom test-sim test-python test-manifests test-e2e ## all tests; no GPU needed
+test: test-crates test-loom test-python test-manifests test-e2e ## all tests; no GPU needed
+
+test-crates: setup-tests ## test-rust and test-sim at the same time: the tests of the crates mostly wait, the worlds compute
+	@scripts/part build-crates $(TEST_CRATES) --no-run
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target test-rust test-sim
 
 test-long: setup-tests ## tests too long for CI: many seeds, this release against the one before, built from history, and the next, and other engines
 	@scripts/build-release previous
@@ -52,14 +57,14 @@ test-long: setup-tests ## tests too long for CI: many seeds, this release agains
 	$(MAKE) sim RUNS=20000
 
 test-rust: setup-tests ## unit and property tests of the crates
-	@scripts/part test-rust cargo test --workspace --features connector-shim/c,mesh/rdma --quiet
+	@scripts/part test-rust $(TEST_CRATES)
 
 test-loom: setup ## every interleaving of the rings and fences
 	@RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR="$${CARGO_TARGET_DIR:-target}/loom" \
 		scripts/part test-loom cargo test --release --package shm-protocol --test loom --quiet
 
-test-sim: setup ## 1,000 simulated worlds with faults beside the 1,000 of test-rust, and worlds with a fault to find
-	@scripts/part test-sim cargo test --workspace --features connector-shim/c,mesh/rdma --test simulator --quiet -- --runs 1000 --seed 1001
+test-sim: setup ## 2,000 simulated worlds with faults, and worlds with a fault to find
+	@scripts/part test-sim $(TEST_CRATES) --test simulator -- --runs 2000 --seed 1
 
 test-python: setup-tests ## the connector against vLLM's signatures and schedulers, without an engine
 	@scripts/part test-python $(PYTEST) tests/unit tests/vllm

@@ -15,7 +15,7 @@ use crate::world::World;
 /// Events printed of a failed run.
 const EVENTS: usize = 60;
 /// Runs of a plain `cargo test`.
-const RUNS: u64 = 1_000;
+const RUNS: u64 = 100;
 /// From this many runs on, every point must have been reached.
 const RUNS_COVERING: u64 = 50_000;
 /// Worlds without a protection: one must fail.

@@ -128,11 +128,11 @@ const BREACHES: &[Breach] = &[
         one(Message { op: 9, log: 3, count: 1, ..of(Kind::Save) })
     }),
     at_odds("SAVE of an operation that runs", "twice", || {
-        let save = Message { op: 9, count: 1, step: u64::MAX, ..of(Kind::Save) };
+        let save = Message { op: 9, count: 1, step: u64::MAX, data: [7, 0, 0, 0, 0, 0], ..of(Kind::Save) };
         [one(save), one(Message { from: 1, ..save })].concat()
     }),
     at_odds("LOAD of an operation that runs", "twice", || {
-        let save = Message { op: 9, count: 1, step: u64::MAX, ..of(Kind::Save) };
+        let save = Message { op: 9, count: 1, step: u64::MAX, data: [7, 0, 0, 0, 0, 0], ..of(Kind::Save) };
         [one(save), one(Message { kind: Kind::Load, ..save })].concat()
     }),
     breach("CANCEL beyond the longest log", "CANCEL with end 4294967296", || {

@@ -72,6 +72,8 @@ macro_rules! messages {
                     checked: bool = flag_bit::<SAVE_CHECKED, 2>(),
                     /// Another engine will load these blocks.
                     handover: bool = flag_bit::<SAVE_HANDOVER, 2>(),
+                    /// The place of an earlier key of the log, counted from 1 on, of no use once this save is kept; 0: none.
+                    replaced: u32 = REPLACED,
                 }
             }
             /// Gives up blocks of a save.

@@ -11,7 +11,7 @@ use thiserror::Error;
 
 use self::places::{
     APPENDED, ASKED, BLOCKS, BYTES16, FROM, KEYS, LEASE, LOAD_END, LOAD_FLAGS, LOG, NUMBER, OP, OPENED,
-    POSITION, STAGED_OK, STEP, TOKENS, TOUCHED, WAY, flag_bit,
+    POSITION, REPLACED, STAGED_OK, STEP, TOKENS, TOUCHED, WAY, flag_bit,
 };
 use crate::layout::CHUNK_KEYS;
 use crate::message::{

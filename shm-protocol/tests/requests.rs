@@ -135,6 +135,11 @@ fn every_bound_is_kept_to_the_last_value() {
             "LOAD with flags 16",
         ),
         (Message { flags: 3, ..of(Kind::Save) }, Message { flags: 4, ..of(Kind::Save) }, "SAVE with flags 4"),
+        (
+            Message { from: 2, data: [0, 2, 0, 0, 0, 0], ..of(Kind::Save) },
+            Message { from: 2, data: [0, 3, 0, 0, 0, 0], ..of(Kind::Save) },
+            "SAVE with replaced 3",
+        ),
         (Message { op: 1, ..of(Kind::Weights) }, of(Kind::Weights), "WEIGHTS with op 0: numbered from 1 on"),
         (
             Message { count: 4096, ..of(Kind::Golden) },

@@ -14,6 +14,7 @@ mod lookups;
 mod on_device;
 mod quotas;
 mod removal;
+mod replacement;
 mod walk;
 mod watch;
 

@@ -203,6 +203,11 @@ impl Policy {
         }
     }
 
+    /// Puts a block to the end of its list: below DRAM, too, it goes next.
+    pub(crate) fn give_up(&self, slab: &mut Slab, entry: u32) {
+        slab.keep(entry, self.worthless(), Spot::Tail);
+    }
+
     /// Loads the word for a later look at a key's eviction, so that look need not wait.
     pub(crate) fn load_key(&self, print: KeyPrint) -> u64 {
         self.ghost.load_set(print)

@@ -92,6 +92,11 @@ impl Standing {
         Sort((self.0 >> Self::SORT_SHIFT) as u8)
     }
 
+    /// True if another conversation has used the block.
+    pub(crate) fn is_shared(self) -> bool {
+        self.sort().level() > 0
+    }
+
     /// True if a second request has used the block, or its last turn was not the first of its conversation.
     pub fn was_used_again(self) -> bool {
         let of_first_turn = |kind| Sort::of_turn(kind, 1) == self.sort();

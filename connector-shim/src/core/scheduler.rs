@@ -285,7 +285,18 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
     /// keeps them once [`EngineSession::accept_step`] named it. With `checked`, kept blocks are compared with
     /// them. Returns false if the save was dropped.
     pub fn post_save(&mut self, handle: i64, start: u32, blocks: Vec<u32>, step: u64, checked: bool) -> bool {
-        let posted = self.try_save(handle, start, blocks, step, checked).is_some();
+        let posted = self.try_save(handle, start, blocks, step, (checked, 0)).is_some();
+        self.count_save(posted)
+    }
+
+    /// Posts the save of key `start` from a block, for a request to which the block of an earlier key, `replaced`, is of no
+    /// use then: it goes at once. Returns false if the save was dropped.
+    pub fn post_replacing(&mut self, handle: i64, start: u32, block: u32, step: u64, replaced: u32) -> bool {
+        let posted = self.try_save(handle, start, vec![block], step, (false, replaced + 1)).is_some();
+        self.count_save(posted)
+    }
+
+    fn count_save(&mut self, posted: bool) -> bool {
         match posted {
             true => self.counters.saves += 1,
             false => self.counters.saves_without_room += 1,
@@ -299,7 +310,7 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
         start: u32,
         blocks: Vec<u32>,
         step: u64,
-        checked: bool,
+        (checked, replaced): (bool, u32),
     ) -> Option<()> {
         let link = self.link.as_mut()?;
         let (number, log) = link.logs.get(handle)?;
@@ -310,8 +321,9 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
         }
         let handover = log.handover && link.connection.knows_handover();
         let (op, keys) = (self.next_op, LogKeys { log: number, from: start, count });
-        let save =
-            |position| SchedulerRequest::Save(request::Save { op, keys, position, step, checked, handover });
+        let save = |position| {
+            SchedulerRequest::Save(request::Save { op, keys, position, step, checked, handover, replaced })
+        };
         if !link.post_with_blocks(&blocks, save) {
             return None;
         }

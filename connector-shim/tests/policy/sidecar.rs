@@ -107,6 +107,8 @@ pub(crate) struct Sidecar {
     pub(crate) saves: Saves,
     /// Saves with blocks to compare.
     pub(crate) checked: Saves,
+    /// The key of each save that replaces one, and the replaced key.
+    pub(crate) replaced: Vec<(u32, u32)>,
     /// Blocks of saves given up one by one.
     pub(crate) cancelled: u32,
     unfinished: Vec<Saving>,
@@ -285,6 +287,7 @@ impl Sidecar {
             loads: Vec::new(),
             saves: Vec::new(),
             checked: Vec::new(),
+            replaced: Vec::new(),
             cancelled: 0,
             unfinished: Vec::new(),
             accepted: Vec::new(),
@@ -393,7 +396,8 @@ impl Sidecar {
                 let (log, blocks) = (self.log(keys), self.blocks(position, keys.count));
                 self.loads.push(Loading { log, first: keys.from, blocks, sync: flags.sync() });
             }
-            SchedulerRequest::Save(Save { op, keys, position, checked, .. }) => {
+            SchedulerRequest::Save(Save { op, keys, position, checked, replaced, .. }) => {
+                self.replaced.extend(replaced.checked_sub(1).map(|replaced| (keys.from, replaced)));
                 let save = (self.log(keys), keys.from, self.blocks(position, keys.count));
                 if checked { &mut self.checked } else { &mut self.saves }.push(save);
                 self.unfinished.push(Saving { op, count: keys.count, checked });

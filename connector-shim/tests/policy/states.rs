@@ -5,7 +5,7 @@ use connector_shim::core::policy::{
     BegunRequest, Changes, FoundTokens, OfferedState, PlannedStep, RequestId,
 };
 
-use crate::harness::{BLOCK_TOKENS, Engine, Setup, full};
+use crate::harness::{BLOCK_TOKENS, Engine, Setup, full, key};
 use crate::sidecar::Saves;
 
 /// Whole blocks of every prompt, before its last token.
@@ -322,4 +322,42 @@ fn a_found_state_is_not_offered_again() {
     engine.step(Vec::new(), &[(second, 1)]);
     engine.step(Vec::new(), &[(second, 1)]);
     assert_eq!(saved_states(&mut engine), []);
+}
+
+/// Offers these states of a request in one step after another, and returns the keys of the saves that replace one, with the replaced keys.
+fn replaced(engine: &mut Engine, id: RequestId, blocks: &[u32]) -> Vec<(u32, u32)> {
+    for (number, at) in blocks.iter().enumerate() {
+        let computed = at * BLOCK_TOKENS;
+        (engine[id].tokens, engine[id].computed) = (computed.max(PROMPT) + 1, computed);
+        engine[id].keys = (0..(engine[id].tokens / BLOCK_TOKENS) as usize).map(key).collect();
+        let offered = vec![offer(id, 900 + number as u32, at * BLOCK_TOKENS)];
+        let step = engine.step_with(Changes { offered, ..Changes::default() }, &[(id, 1)]);
+        engine.take(&step);
+    }
+    assert_eq!(saved_states(engine).len(), blocks.len());
+    std::mem::take(&mut engine.policy.session(STATES).sidecar.replaced)
+}
+
+/// A later turn of the conversation begins behind the answer; other requests may part from it at the prompt's end or before.
+#[test]
+fn a_state_of_an_answer_replaces_the_one_before() {
+    let mut engine = setup().engine();
+    let request = engine.arrive(PROMPT);
+    let step = begin(&mut engine, request, 0, Vec::new());
+    engine.take(&step);
+    assert_eq!(replaced(&mut engine, request, &[4, 9]), [], "of the prompt");
+    assert_eq!(replaced(&mut engine, request, &[10, 11, 13]), [(10, 9), (12, 10)]);
+    let other = engine.arrive(PROMPT);
+    let step = begin(&mut engine, other, 0, Vec::new());
+    engine.take(&step);
+    assert_eq!(replaced(&mut engine, other, &[11]), [], "of another request");
+}
+
+#[test]
+fn a_state_at_a_checkpoint_stays() {
+    let mut engine = Setup { checkpoint: 4 * BLOCK_TOKENS, ..setup() }.engine();
+    let request = engine.arrive(PROMPT);
+    let step = begin(&mut engine, request, 0, Vec::new());
+    engine.take(&step);
+    assert_eq!(replaced(&mut engine, request, &[11, 12, 13, 14]), [(11, 10), (13, 12)]);
 }

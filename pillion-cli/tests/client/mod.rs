@@ -340,6 +340,7 @@ pub(crate) fn save(op: u64, from: u32, step: u64) -> SchedulerRequest {
         step,
         checked: false,
         handover: false,
+        replaced: 0,
     })
 }
 
@@ -352,6 +353,7 @@ pub(crate) fn save_log(op: u64, log: u32, step: u64) -> SchedulerRequest {
         step,
         checked: false,
         handover: false,
+        replaced: 0,
     })
 }
 

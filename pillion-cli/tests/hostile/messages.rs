@@ -128,11 +128,11 @@ const BREACHES: &[Breach] = &[
         one(Message { op: 9, log: 3, count: 1, ..of(Kind::Save) })
     }),
     at_odds("SAVE of an operation that runs", "twice", || {
-        let save = Message { op: 9, count: 1, step: u64::MAX, data: [7; 6], ..of(Kind::Save) };
+        let save = Message { op: 9, count: 1, step: u64::MAX, data: [7, 0, 0, 0, 0, 0], ..of(Kind::Save) };
         [one(save), one(Message { from: 1, ..save })].concat()
     }),
     at_odds("LOAD of an operation that runs", "twice", || {
-        let save = Message { op: 9, count: 1, step: u64::MAX, data: [7; 6], ..of(Kind::Save) };
+        let save = Message { op: 9, count: 1, step: u64::MAX, data: [7, 0, 0, 0, 0, 0], ..of(Kind::Save) };
         [one(save), one(Message { kind: Kind::Load, ..save })].concat()
     }),
     breach("CANCEL beyond the longest log", "CANCEL with end 4294967296", || {
@@ -151,6 +151,9 @@ const BREACHES: &[Breach] = &[
     at_odds("APPEND behind a tail", "log 0 has 71 keys; cannot append", || {
         let tail = Message { from: KEYS, count: 1, flags: 2, data: [1; 6], ..of(Kind::Append) };
         [one(tail), one(Message { from: KEYS + 1, flags: 0, ..tail })].concat()
+    }),
+    breach("SAVE that replaces a later key", "SAVE with replaced 3", || {
+        one(Message { op: 9, from: 2, count: 1, data: [0, 3, 0, 0, 0, 0], ..of(Kind::Save) })
     }),
     breach("SAVE with a flag of the future", "SAVE with flags 4", || {
         one(Message { op: 9, count: 1, flags: 4, ..of(Kind::Save) })

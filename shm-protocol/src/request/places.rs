@@ -21,6 +21,15 @@ pub(super) const LEASE: FieldPlace<u64> =
 /// A position in the circle of block ids.
 pub(super) const POSITION: FieldPlace<u32> =
     FieldPlace { take: |message| Ok(message.data[0]), put: |position, message| message.data[0] = position };
+/// The place of an earlier key of a save's log, counted from 1 on; 0: none.
+pub(super) const REPLACED: FieldPlace<u32> = FieldPlace {
+    take: |message| {
+        let (replaced, rule) = (message.data[1], "0, or a key of the log before the save, counted from 1 on");
+        range(message, "replaced", replaced, replaced <= message.from, rule)?;
+        Ok(replaced)
+    },
+    put: |replaced, message| message.data[1] = replaced,
+};
 /// A way in which an answer ended.
 pub(super) const WAY: FieldPlace<u32> =
     FieldPlace { take: |message| Ok(message.data[0]), put: |way, message| message.data[0] = way };

@@ -163,6 +163,12 @@ impl Context {
         self.kept.keep(key, binding.whose, fenced, self.now_ms, &mut self.dram);
     }
 
+    /// Lets a block of an engine go whose request has a later one in its place.
+    pub(super) fn drop_replaced(&mut self, key: &BlockKey, binding: &Binding) {
+        self.stats.replaced_blocks += u64::from(self.dram.drop_replaced(binding.whose.holder, key));
+        self.apply_evictions();
+    }
+
     /// Notes the end of a saved block. Queries and loads waiting for it get this end when the event is over.
     pub(super) fn end_saved(&mut self, key: BlockKey, kept: bool) {
         if let Some(waiting) = self.arrivals.end_saved(&key) {

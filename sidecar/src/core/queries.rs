@@ -155,6 +155,12 @@ impl Queries {
         Ok((log.keys[first..from].to_vec(), keys))
     }
 
+    /// Returns the key replaced by a save.
+    pub(super) fn replaced_key(&self, session: SessionId, asked: &request::Save) -> Option<BlockHash> {
+        let place = asked.replaced.checked_sub(1)?;
+        self.log(session, asked.keys.log).keys.get(place as usize).copied()
+    }
+
     /// True if the last key of a save is the key of a prompt's tail.
     pub(super) fn ends_with_tail(&self, session: SessionId, asked: &request::Save) -> bool {
         let last = asked.keys.end().checked_sub(1).filter(|_| asked.keys.count > 0);

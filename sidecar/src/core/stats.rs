@@ -68,6 +68,8 @@ pub struct CoreStats {
     pub saves_posted_blocks: u64,
     /// Those of them about to leave an engine's device.
     pub saves_leaving_blocks: u64,
+    /// Blocks that went since a later one of their request was saved in their place.
+    pub replaced_blocks: u64,
     pub saved_blocks: u64,
     /// Bytes of blocks committed, all ranks.
     pub saved_bytes: u64,

@@ -215,7 +215,8 @@ impl Harness {
 
     pub(super) fn save(&mut self, log: u32, op: u64, step: u64, blocks: std::ops::Range<u32>) {
         let keys = LogKeys::new(log, 0..blocks.len() as u32);
-        let save = request::Save { op, keys, position: 0, step, checked: false, handover: false };
+        let save =
+            request::Save { op, keys, position: 0, step, checked: false, handover: false, replaced: 0 };
         self.post(SchedulerRequest::Save(save), Vec::new(), blocks.collect());
     }
 
@@ -237,6 +238,7 @@ impl Harness {
             step: op,
             checked,
             handover: false,
+            replaced: 0,
         };
         self.post(SchedulerRequest::Save(save), Vec::new(), (1..count + 1).collect());
     }
@@ -710,6 +712,7 @@ fn violations_close_the_session() {
         step: 1,
         checked: false,
         handover: false,
+        replaced: 0,
     };
     let append =
         Append { keys: LogKeys::new(0, 1..3), chunks: [0; APPEND_CHUNKS], promised: false, tail: false };

@@ -144,6 +144,11 @@ const COUNTERS: &[Figure<CoreStats>] = &[
         "Those of them saved before the engine reused their blocks, with `pillion.keep_copies` = `no`. Kept ones were not copied again.",
         |s| s.saves_leaving_blocks,
     ),
+    (
+        "replaced_blocks_total",
+        "Evicted states of answers, each once a later state of its answer was saved.",
+        |s| s.replaced_blocks,
+    ),
     ("saved_blocks_total", "Blocks saved.", |s| s.saved_blocks),
     ("saved_bytes_total", "Bytes of saved blocks, all ranks together.", |s| s.saved_bytes),
     ("saves_lost_to_reuse_total", "Blocks not saved because the engine reused their memory first.", |s| {

@@ -160,6 +160,7 @@ const POINTS: &[&str] = &[
     "engine load of another namespace",
     "engine fence withheld",
     "sidecar gate closed",
+    "sidecar evicted a replaced state",
     "sidecar granted a kept ask",
     "sidecar kept an ask",
     "sidecar backlog",

@@ -69,6 +69,8 @@ pub(crate) struct Life {
     opener: Opener,
     /// Time until which adopted blocks keep their slots.
     held_until_ms: u64,
+    /// States evicted so far since a later one of their answer was kept.
+    replaced: u64,
     map: Rc<PoolMap>,
     pub(crate) ledger: Ledger,
     /// Base namespace of each engine's workers.
@@ -138,6 +140,7 @@ impl Life {
             pool,
             opener: Opener::default(),
             held_until_ms: 0,
+            replaced: 0,
             map: Rc::new(map),
             ledger,
             namespaces: BTreeMap::new(),
@@ -224,6 +227,9 @@ impl Life {
         out.iter().for_each(|action| self.waits.answered(action));
         if ticked {
             self.waits.check(ctx.now);
+            let replaced = self.core.stats().replaced_blocks;
+            ctx.cover.add("sidecar evicted a replaced state", replaced - self.replaced);
+            self.replaced = replaced;
         }
         // Most of these events change nothing.
         if let Some(text) = text.filter(|_| !quiet || !out.is_empty()) {

@@ -140,6 +140,8 @@ pub(super) struct RequestPart {
     pub(super) goes_on: bool,
     /// Number of leading blocks offered to the cache, or loaded from it.
     pub(super) saved: usize,
+    /// The key of the last saved state of its answer, if the next one replaces it.
+    pub(super) answer_state: Option<u32>,
     /// Number of blocks on which it began, computed before, and the step of its begin. The cache has most
     /// likely kept them. They are offered, and so marked as used, in the next step, not on the way to the
     /// first token. 0: they were offered.
@@ -218,6 +220,7 @@ impl RequestPart {
             filled: 0,
             goes_on: false,
             saved: 0,
+            answer_state: None,
             found: 0,
             found_in: 0,
             parted: 0,

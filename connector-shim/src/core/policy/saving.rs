@@ -167,12 +167,25 @@ impl<H: SessionHost> EnginePolicy<H> {
         posted
     }
 
+    /// Saves a state. Within an answer it replaces the state before: a later request of the conversation reads the last one.
     fn save_state(&mut self, state: &OfferedState, step: u64) -> bool {
-        let OfferedState { request, group, block, boundary } = *state;
+        let OfferedState { request: id, group, block, boundary } = *state;
         let place = boundary / self.set.forms[group].key_tokens - 1;
-        let has_key = self.append_keys(request, group) && self.is_home(group);
-        let part = &self.requests.get(request).expect("it was looked up").parts[group];
-        has_key && place < part.appended && self.post_save(request, group, place, vec![block], step)
+        let has_key = self.append_keys(id, group) && self.is_home(group);
+        let request = self.requests.get(id).expect("it was looked up");
+        let part = &request.parts[group];
+        if !has_key || place >= part.appended {
+            return false;
+        }
+        let is_of_answer = boundary > request.arrival.prompt;
+        let replaced = part.answer_state.filter(|earlier| is_of_answer && *earlier < place);
+        let posted = self.post_save(id, group, place, vec![block], step, replaced);
+        if posted && is_of_answer {
+            let stays = self.set.checkpoint > 0 && boundary.is_multiple_of(self.set.checkpoint);
+            let part = &mut self.requests.get_mut(id).expect("it was looked up").parts[group];
+            part.answer_state = (!stays).then_some(place);
+        }
+        posted
     }
 
     /// Saves the request's block of full attention filled up to `end`, the end of a state, under the key of these tokens. The request's next
@@ -202,15 +215,27 @@ impl<H: SessionHost> EnginePolicy<H> {
 
     fn offer(&mut self, id: RequestId, group: usize, blocks: Range<usize>, step: u64) -> bool {
         let ids = self.requests.get(id).expect("it has a log").parts[group].blocks[blocks.clone()].to_vec();
-        self.post_save(id, group, blocks.start as u32, ids, step)
+        self.post_save(id, group, blocks.start as u32, ids, step, None)
     }
 
-    /// Saves these blocks under the request's keys from `first` on.
-    fn post_save(&mut self, id: RequestId, group: usize, first: u32, blocks: Vec<u32>, step: u64) -> bool {
+    /// Saves these blocks under the request's keys from `first` on. The only one may replace that of an earlier key.
+    fn post_save(
+        &mut self,
+        id: RequestId,
+        group: usize,
+        first: u32,
+        blocks: Vec<u32>,
+        step: u64,
+        replaced: Option<u32>,
+    ) -> bool {
         let request = self.requests.get(id).expect("it has a log");
         let part = &request.parts[group];
         let places = first as usize..first as usize + blocks.len();
-        let posted = self.groups[group].session.post_save(part.log, first, blocks, step, false);
+        let session = &mut self.groups[group].session;
+        let posted = match replaced {
+            Some(replaced) => session.post_replacing(part.log, first, blocks[0], step, replaced),
+            None => session.post_save(part.log, first, blocks, step, false),
+        };
         if let Some(events) = &mut self.groups[group].events {
             let keys = request.log_keys(&self.set.forms[group], places).copied().collect();
             events.offered(id, part.fold, first as usize, keys, self.time);

@@ -544,7 +544,8 @@ fn a_key_that_was_saved_again_is_of_its_last_saver() {
     engine.open(60, 600..602);
     for (op, log) in [(1, 0), (2, 60)] {
         let keys = LogKeys::new(log, 0..2);
-        let save = request::Save { op, keys, position: 0, step: 9, checked: false, handover: false };
+        let save =
+            request::Save { op, keys, position: 0, step: 9, checked: false, handover: false, replaced: 0 };
         engine.post(SchedulerRequest::Save(save), Vec::new(), vec![1, 2]);
     }
     engine.copy_all(2, 9);
@@ -582,6 +583,7 @@ fn one_contradiction_bars_nobody_and_what_was_computed_in_that_step_goes() {
             step,
             checked: false,
             handover: false,
+            replaced: 0,
         };
         engine.post(SchedulerRequest::Save(save), Vec::new(), vec![1, 2]);
     }

@@ -59,7 +59,8 @@ impl Harness {
     /// P saves blocks of its log 0 as operation and step `op`.
     fn produce(&mut self, op: u64, keys: std::ops::Range<u32>) {
         let (count, keys) = (keys.len() as u32, LogKeys::new(0, keys));
-        let save = request::Save { op, keys, position: 0, step: op, checked: false, handover: false };
+        let save =
+            request::Save { op, keys, position: 0, step: op, checked: false, handover: false, replaced: 0 };
         self.post(SchedulerRequest::Save(save), Vec::new(), (1..count + 1).collect());
     }
 
@@ -67,7 +68,8 @@ impl Harness {
     fn compute(&mut self, log: u32, op: u64, keys: std::ops::Range<u32>, handover: bool) {
         let (count, named) = (keys.len() as u32, LogKeys::new(log, 0..keys.len() as u32));
         self.open(log, keys);
-        let save = request::Save { op, keys: named, position: 0, step: op, checked: false, handover };
+        let save =
+            request::Save { op, keys: named, position: 0, step: op, checked: false, handover, replaced: 0 };
         self.post(SchedulerRequest::Save(save), Vec::new(), (1..count + 1).collect());
         self.fences(RANKS[0], op, op);
         self.copied();
@@ -258,7 +260,15 @@ impl Harness {
     /// P hands over some keys of an open log, as operation and step `op`, and begins the step.
     pub(in crate::core) fn hand_over(&mut self, op: u64, named: LogKeys) {
         let count = named.count;
-        let save = request::Save { op, keys: named, position: 0, step: op, checked: false, handover: true };
+        let save = request::Save {
+            op,
+            keys: named,
+            position: 0,
+            step: op,
+            checked: false,
+            handover: true,
+            replaced: 0,
+        };
         self.post(SchedulerRequest::Save(save), Vec::new(), (1..count + 1).collect());
         self.fences(RANKS[0], op, op - 1);
     }
@@ -446,7 +456,15 @@ fn a_promise_that_ends_with_nothing_to_come_ends_the_wait() {
         engines.await_keys(1, 2, 100..104, false);
         if saves {
             let keys = LogKeys::new(0, 0..4);
-            let save = request::Save { op: 1, keys, position: 0, step: 1, checked: false, handover: true };
+            let save = request::Save {
+                op: 1,
+                keys,
+                position: 0,
+                step: 1,
+                checked: false,
+                handover: true,
+                replaced: 0,
+            };
             engines.post(SchedulerRequest::Save(save), Vec::new(), (1..5).collect());
         }
         engines.ask(SchedulerRequest::Close { log: 0, way: 0 });
@@ -467,7 +485,8 @@ fn nobody_waits_for_what_was_computed_and_lost() {
     engines.await_keys(0, 1, 0..4, false);
     engines.open(0, 0..4);
     let keys = LogKeys::new(0, 0..4);
-    let save = request::Save { op: 1, keys, position: 0, step: 1, checked: false, handover: true };
+    let save =
+        request::Save { op: 1, keys, position: 0, step: 1, checked: false, handover: true, replaced: 0 };
     engines.post(SchedulerRequest::Save(save), Vec::new(), (1..5).collect());
     engines.ask(SchedulerRequest::Cancel(Cancel { op: 1, from: 1, count: 3 }));
     engines.fences(RANKS[0], 1, 1);
@@ -480,7 +499,8 @@ fn nobody_waits_for_what_was_computed_and_lost() {
     assert_eq!(answers[&2].0, Status::Pending, "no engine has computed this");
     engines.open(6, 100..104);
     let keys = LogKeys::new(6, 0..4);
-    let save = request::Save { op: 9, keys, position: 0, step: 2, checked: false, handover: true };
+    let save =
+        request::Save { op: 9, keys, position: 0, step: 2, checked: false, handover: true, replaced: 0 };
     engines.post(SchedulerRequest::Save(save), Vec::new(), (1..5).collect());
     engines.ask(SchedulerRequest::Cancel(Cancel { op: 9, from: 0, count: 4 }));
     engines.drained();
@@ -748,6 +768,7 @@ fn what_its_engine_gives_up_is_lost_and_counted() {
         step: 1,
         checked: false,
         handover: true,
+        replaced: 0,
     };
     engines.post(SchedulerRequest::Save(save), Vec::new(), vec![1, 2]);
     assert!(

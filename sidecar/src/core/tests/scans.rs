@@ -82,7 +82,8 @@ fn what_was_handed_over_is_removed_behind_its_search() {
     let mut engine = of_numbers();
     engine.open(0, 0..3);
     let keys = LogKeys::new(0, 0..3);
-    let save = request::Save { op: 1, keys, position: 0, step: 2, checked: false, handover: true };
+    let save =
+        request::Save { op: 1, keys, position: 0, step: 2, checked: false, handover: true, replaced: 0 };
     engine.post(SchedulerRequest::Save(save), Vec::new(), vec![1, 2, 3]);
     engine.fences(RANKS[0], 2, 2);
     engine.end_copies();
@@ -130,6 +131,7 @@ fn a_save_of_nothing_has_no_tail() {
         step: 2,
         checked: false,
         handover: true,
+        replaced: 0,
     };
     engine.post(SchedulerRequest::Save(save), Vec::new(), Vec::new());
     assert!(engine.saved().is_some(), "it ends at once");

@@ -101,3 +101,50 @@ fn who_awaits_asks_for_the_last_key_first() {
     let Some(Action::Answer { outcome, .. }) = engine.out.pop() else { panic!("no answer") };
     assert_eq!((outcome.status, outcome.value), (Status::Ok, 3), "no other engine is there to wait for");
 }
+
+impl Harness {
+    /// Saves a key of log 0 in place of an earlier one, and returns whether the save was kept.
+    fn save_replacing(&mut self, op: u64, key: u32, replaced: u32) -> bool {
+        let keys = LogKeys::new(0, key..key + 1);
+        let (position, step, replaced) = (0, op, replaced + 1);
+        let save = request::Save { op, keys, position, step, checked: false, handover: false, replaced };
+        self.post(SchedulerRequest::Save(save), Vec::new(), vec![1]);
+        self.fences(RANKS[0], op, op);
+        self.copied();
+        self.saved().is_some_and(|saved| saved.committed == 1)
+    }
+}
+
+/// The block before the new one is its parent, and still goes.
+#[test]
+fn a_state_goes_once_a_later_one_of_its_answer_is_kept() {
+    let mut engine = keeping(&[2, 5]);
+    assert!(engine.save_replacing(11, 6, 5));
+    assert_eq!(engine.ask_last(20, 0, 10), (7, vec![6]));
+    engine.ask(SchedulerRequest::Release { log: 0 });
+    assert_eq!(engine.ask_last(21, 3, 3), (0, vec![]), "key 5 has no block");
+    assert_eq!(engine.ask_last(22, 0, 3), (3, vec![2]));
+    assert_eq!(engine.core.stats().replaced_blocks, 1);
+}
+
+#[test]
+fn a_state_stays_while_it_is_read_or_shared() {
+    let mut read = keeping(&[5]);
+    assert_eq!(read.ask_last(20, 0, 10), (6, vec![5]));
+    assert!(read.save_replacing(11, 6, 5));
+    let mut shared = keeping(&[5]);
+    for log in 1..4 {
+        // A conversation, its next turn, and another one that parts from it.
+        shared.open(log, 0..6);
+        let chunks = std::array::from_fn(|at| log * APPEND_CHUNKS as u32 + at as u32);
+        let append = Append { keys: LogKeys::new(log, 6..9), chunks, promised: false, tail: false };
+        if log > 1 {
+            shared.append(append, (log * 10..log * 10 + 3).map(hash).collect());
+        }
+        shared.ask(SchedulerRequest::Close { log, way: 0 });
+    }
+    assert!(shared.save_replacing(11, 6, 5));
+    for engine in [&mut read, &mut shared] {
+        assert_eq!((engine.core.stats().replaced_blocks, engine.core.stats().blocks), (0, 2));
+    }
+}

@@ -51,16 +51,18 @@ pub(super) struct UnboundSave {
     blocks: Vec<(BlockHash, Option<u32>)>,
     /// True if the last block is a prompt's tail: any bytes may lie behind its tokens.
     tail: bool,
-    device: SaveOnDevice,
+    others: OtherBlocks,
 }
 
-/// The blocks of a save on the engine's device.
+/// The relations of a save's blocks to those on the engine's device, and to an earlier one of the request.
 #[derive(Copy, Clone, Debug)]
-struct SaveOnDevice {
+struct OtherBlocks {
     /// `Some` if they are about to leave the device: their ended request, and the place of the first one in it.
     leaving: Option<(EndedChain, usize)>,
     /// True if the block before one of them may be there alone.
     has_parents: bool,
+    /// The key of a block of no use to the request once this save is kept.
+    replaced: Option<BlockHash>,
 }
 
 /// One SAVE message, from its binding to its completion.
@@ -78,7 +80,7 @@ pub(super) struct Save {
     keys: Vec<BlockHash>,
     /// True if the last key is of a prompt's tail.
     tail: bool,
-    device: SaveOnDevice,
+    others: OtherBlocks,
     /// Blocks with a slot.
     blocks: Vec<SaveBlock>,
     phase: SavePhase,
@@ -167,8 +169,8 @@ impl Transfers {
         if leaving.is_some() {
             base.cx.stats.saves_leaving_blocks += u64::from(asked.keys.count);
         }
-        let device = SaveOnDevice { leaving, has_parents };
-        let save = UnboundSave { posted, step, acceptance, before, checked, handover, blocks, tail, device };
+        let others = OtherBlocks { leaving, has_parents, replaced: queries.replaced_key(session, asked) };
+        let save = UnboundSave { posted, step, acceptance, before, checked, handover, blocks, tail, others };
         let too_many = !pending.may_want(save.blocks.len());
         match base.engines[session].binding() {
             _ if base.cx.draining || too_many => self.drop_save(key, &save, &mut base.cx),
@@ -186,7 +188,7 @@ impl Transfers {
 
     /// Takes a save of a bound engine, to be begun with its step. Blocks already kept need no copy.
     fn accept_save(&mut self, key: OpKey, binding: Binding, asked: UnboundSave, base: &mut Base) {
-        let UnboundSave { posted, step, acceptance, before, checked, handover, blocks: asked, tail, device } =
+        let UnboundSave { posted, step, acceptance, before, checked, handover, blocks: asked, tail, others } =
             asked;
         let keys: Vec<BlockHash> = asked.iter().map(|(hash, _)| *hash).collect();
         let compares = |place| checked && is_chosen(place, keys.len(), binding.block_bytes());
@@ -199,8 +201,8 @@ impl Transfers {
             match block {
                 // vLLM's null block: it never holds a request's KV.
                 Some(0) => end.dropped += 1,
-                Some(_) if device.leaving.is_some() && leaves_kept(&binding, hash, base) => end.present += 1,
-                Some(_) if !compares(index) && device.leaving.is_none() && is_kept(&binding, hash, base) => {
+                Some(_) if others.leaving.is_some() && leaves_kept(&binding, hash, base) => end.present += 1,
+                Some(_) if !compares(index) && others.leaving.is_none() && is_kept(&binding, hash, base) => {
                     end.present += 1;
                     if handover.is_some() {
                         base.cx.keep(&binding.block_key(&hash), &binding, None);
@@ -215,7 +217,7 @@ impl Transfers {
                 None => end.cancelled += 1,
             }
         }
-        if end.present > 0 && device.leaving.is_none() {
+        if end.present > 0 && others.leaving.is_none() {
             base.cx.dram.use_run(binding.namespace, &keys);
         }
         let aim = match (checked, commits) {
@@ -237,7 +239,7 @@ impl Transfers {
             before,
             keys,
             tail,
-            device,
+            others,
             blocks,
             phase,
             search,
@@ -408,7 +410,7 @@ impl Transfers {
             }
             Err(error @ (FillError::Present | FillError::Filling)) => {
                 save.end.present += 1;
-                if error == FillError::Present && save.device.leaving.is_some() {
+                if error == FillError::Present && save.others.leaving.is_some() {
                     leaves_kept(&save.binding, hash, base);
                 } else if error == FillError::Present {
                     if save.handover.is_some() {

@@ -227,7 +227,7 @@ impl Engine {
 
     fn post_save(&mut self, asked: &Asked, first: usize, end: usize, checked: bool, pod: &mut Pod) {
         let (op, keys) = (self.next_op(), LogKeys::new(asked.log, first as u32..end as u32));
-        let save = Save { op, keys, position: 0, step: self.step, checked, handover: false };
+        let save = Save { op, keys, position: 0, step: self.step, checked, handover: false, replaced: 0 };
         let blocks: Vec<u32> = (first..end).map(|at| asked.block + at as u32).collect();
         self.ask(pod, SchedulerRequest::Save(save), &[], &blocks);
     }

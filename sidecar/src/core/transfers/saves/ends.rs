@@ -30,11 +30,13 @@ impl Save {
     /// parentless block may be saved never, and that of a block on the engine's device later. Returns false if the block cannot be kept.
     fn commit(&self, block: &SaveBlock, dram: &mut Dram) -> bool {
         let parent = self.parent(block).map(|hash| self.binding.block_key(&hash));
-        match (parent, self.device.leaving) {
+        match (parent, self.others.leaving) {
+            // A replaced block may be the parent, and goes before this one.
+            (_, None) if self.others.replaced.is_some() => dram.commit(block.slot),
             (parent, Some((chain, first))) => {
                 dram.commit_left(block.slot, parent.as_ref(), (chain, first + block.index as usize))
             }
-            (Some(parent), None) if self.device.has_parents => dram.commit_before(block.slot, &parent),
+            (Some(parent), None) if self.others.has_parents => dram.commit_before(block.slot, &parent),
             (Some(parent), None) if self.binding.parentless => dram.commit_apart(block.slot, &parent),
             (Some(parent), None) => dram.commit_behind(block.slot, &parent),
             (None, None) => dram.commit(block.slot),
@@ -219,7 +221,7 @@ impl Transfers {
         }
     }
 
-    /// Notes newly committed blocks: other engines may find them from now on.
+    /// Notes newly committed blocks: other engines may find them from now on. A block that they replace goes.
     fn note_committed(
         &mut self,
         session: SessionId,
@@ -231,6 +233,9 @@ impl Transfers {
         if base.engines.has_scheduler(session) {
             let blocks = committed.iter().map(|(_, key)| *key).zip(parents.iter().copied());
             self.doubts.committed(base.engines[session].run, save.step, blocks);
+        }
+        if let Some(replaced) = save.others.replaced.filter(|_| committed.len() == save.keys.len()) {
+            base.cx.drop_replaced(&save.binding.block_key(&replaced), &save.binding);
         }
         base.cx.namespaces.note_kept(save.binding.space());
         base.cx.produced.kept.insert((save.binding.namespace, session));

@@ -9,7 +9,19 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from stage import RESET, SETTLE, Act, Stage, by_load, generate, hit_tokens, metrics, prompt_of, right_answers, spoil
+from stage import (
+    RESET,
+    SETTLE,
+    Act,
+    Stage,
+    by_load,
+    generate,
+    hit_tokens,
+    metrics,
+    prompt_of,
+    right_answers,
+    spoil,
+)
 
 from testkit import sidecar
 
@@ -22,6 +34,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "narrow-window": {"kind": "window", "window": 33},
     # Two groups with windows and one with full attention.
     "set": {"kind": "set", "window": 100},
+    # DeepSeek V4's layers: latents for several tokens each, and the tokens that are not compressed yet, in five groups.
+    "compressed": {"kind": "compressed", "window": 16, "blocks": 1024},
 }
 EACH = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 PROMPTS = [prompt_of(500, 101), prompt_of(300, 102)]
@@ -29,7 +43,7 @@ HITS = sum(hit_tokens(len(prompt)) for prompt in PROMPTS)
 
 
 @EACH
-@pytest.mark.supports("windows", "all-windows", "latents")
+@pytest.mark.supports("windows", "all-windows", "latents", "compressed")
 def test_a_kept_prefix_is_found_and_every_byte_is_right(stage: Stage, kind: dict[str, Any]) -> None:
     """Both ways to load find it; damaged bytes in the pool are noticed."""
     right = right_answers(PROMPTS, 40)

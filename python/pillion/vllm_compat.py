@@ -436,8 +436,16 @@ def find_rank(vllm_config: VllmConfig) -> int:
 
 
 def count_shards(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
-    """Distinct parts of a block over all ranks: fewer than ranks if ranks hold equal bytes."""
-    return world_size(vllm_config) // int(getattr(kv_cache_config, "kv_tp_replicas", 1))
+    """Distinct parts of the only group's block over all ranks: fewer if ranks hold equal bytes. vLLM counts for all groups."""
+    try:
+        from vllm.v1.core import kv_cache_planning as planning
+    except ImportError:  # before 0.33
+        from vllm.v1.core import kv_cache_utils as planning
+    ranks, group = world_size(vllm_config), kv_cache_config.kv_cache_groups[0]
+    if all(getattr(spec, "tp_replicated", False) for spec in _layer_specs(group).values()):
+        return 1
+    count = getattr(planning, "kv_cache_groups_tp_replicas", None)
+    return ranks // int(count([group], ranks) if count else getattr(kv_cache_config, "kv_tp_replicas", 1))
 
 
 def list_tensors(kv_cache_config: KVCacheConfig, kv_caches: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:

@@ -136,7 +136,7 @@ def test_latents_and_an_indexers_keys_in_one_group_are_served() -> None:
 
 @pytest.mark.supports("compressed")
 def test_compressed_latents_in_several_groups_are_served() -> None:
-    """DeepSeek V4, as vLLM plans its caches: blocks of four sizes."""
+    """DeepSeek V4, as vLLM plans its caches: four kinds of blocks. Its latents are equal in all ranks, and kept once."""
     made = v4_groups(v4_layers())
     sizes = [group.kv_cache_spec.block_size for group in made.kv_cache_groups]
     assert sorted(sizes) == [4, 8, 64, 64, 64, 256]
@@ -147,6 +147,19 @@ def test_compressed_latents_in_several_groups_are_served() -> None:
         kind = vllm_compat.kind_of_group(view.kv_cache_groups[0])
         assert (kind, group.hashes) == ("full" if size == 256 else "window", size // 4)
         assert vllm_compat.find_window(view) == {256: 0, 64: 128, 8: 128, 4: 8}[size]
+        for ranks in (1, 2, 8):
+            config: Any = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=ranks))
+            assert vllm_compat.count_shards(config, view) == 1
+
+
+def test_equal_bytes_are_counted_group_by_group() -> None:
+    """Latents beside states: vLLM's own count is of all groups together, and 1. States may be equal in all ranks, too."""
+    latent, groups = spec("MLAAttentionSpec", num_kv_heads=1, max_tp_shards=1), full_and_window()
+    equal = dataclasses.replace(STATE, tp_replicated=True)
+    for shown, shards in ((latent, 1), (STATE, 8), (equal, 1), (full_attention(), 8), (full_attention(max_tp_shards=2), 2)):
+        groups.kv_cache_groups = [dataclasses.replace(groups.kv_cache_groups[0], kv_cache_spec=shown)]
+        config: Any = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=8))
+        assert vllm_compat.count_shards(config, groups) == shards
 
 
 UNHEARD = type("Unheard", (type(full_attention()),), {})(16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)

@@ -57,15 +57,12 @@ def split_groups(kv_cache_config: KVCacheConfig) -> list[tuple[Group, KVCacheCon
 
 def order_groups(group: Group) -> list[int] | None:
     """vLLM's numbers of all groups, those without a session last; None for vLLM's own order."""
-    if all(group.sizes):
-        return None
-    return sorted(range(len(group.sizes)), key=lambda number: not group.sizes[number])
+    return None if all(group.sizes) else sorted(range(len(group.sizes)), key=lambda number: not group.sizes[number])
 
 
 def steps_wait(config: Config) -> bool:
     """True if a step may wait for a load: on a GPU, with copies by the sidecar."""
-    on_gpu = vllm_compat.on_gpu()
-    return on_gpu and config.copier(on_gpu) != "engine"
+    return vllm_compat.on_gpu() and config.copier(on_gpu=True) != "engine"
 
 
 def make_policy(

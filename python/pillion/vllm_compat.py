@@ -196,18 +196,19 @@ def _written(release: tuple[int, int]) -> str:
     return ".".join(map(str, release))
 
 
+# Specs with blocks freed by vLLM behind the window; all layers of a group have the same window.
+WINDOW_SPECS = ("SlidingWindowSpec", "SlidingWindowMLASpec")
 # By vLLM's names of their classes. A class derived from one of them may free or share blocks by rules of its own.
-SERVED_SPECS = ("FullAttentionSpec", "MLAAttentionSpec")
-# A spec with blocks freed by vLLM behind the window; all layers of a group have the same window.
-WINDOW_SPEC = "SlidingWindowSpec"
+SERVED_SPECS = ("FullAttentionSpec", "MLAAttentionSpec", *WINDOW_SPECS)
 # The spec of a state for each block, and no KV of each token; vLLM keeps states at the ends of blocks in this mode alone.
 STATE_SPEC, STATE_MODE = "MambaSpec", "align"
 # The spec of a request's own blocks, of no use to other requests.
 SCRATCH_SPEC = "CircularBufferSpec"
 # Specs turned into full attention by vLLM without its hybrid manager, if other layers have full attention.
-PROMOTED_SPECS = (WINDOW_SPEC, "ChunkedLocalAttentionSpec")
+PROMOTED_SPECS = ("SlidingWindowSpec", "ChunkedLocalAttentionSpec")
 # The service to layers of a group beside other groups.
-KINDS = {**dict.fromkeys(SERVED_SPECS, "full"), WINDOW_SPEC: "window", STATE_SPEC: "state", SCRATCH_SPEC: "scratch"}
+KINDS = dict.fromkeys(SERVED_SPECS, "full") | dict.fromkeys(WINDOW_SPECS, "window")
+KINDS |= {STATE_SPEC: "state", SCRATCH_SPEC: "scratch"}
 # The remedy if no other setting helps.
 LEAVE_OUT = "leave --kv-transfer-config out for this model"
 
@@ -218,16 +219,15 @@ def _unserved_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) ->
     if replayed := max(getattr(group.kv_cache_spec, "prefix_replay_tokens", 0) for group in groups):
         return f"vLLM computes the last {replayed} tokens of each hit again (DeepSeek V4.1), which is not served: {LEAVE_OUT}"
     kinds = {type(spec).__name__ for group in groups for spec in _layer_specs(group).values()}
-    named = ", ".join(sorted(kinds))
     if len(groups) != 1:
         promotable = "FullAttentionSpec" in kinds and kinds <= {"FullAttentionSpec", *PROMOTED_SPECS}
         remedy = "start vLLM with --disable-hybrid-kv-cache-manager" if promotable else LEAVE_OUT
         reason = _unserved_set(vllm_config, kv_cache_config, kinds, remedy)
         return reason and f"the model has {len(groups)} KV cache groups{reason}"
-    if kinds == {WINDOW_SPEC} and not hasattr(KVConnectorBase_V1, "get_transfer_results"):
+    if kinds <= {*WINDOW_SPECS} and not hasattr(KVConnectorBase_V1, "get_transfer_results"):
         return "all layers have windows, and this vLLM would read freed blocks after a failed load: install vLLM 0.30 or later"
-    if not kinds <= {*SERVED_SPECS, WINDOW_SPEC}:
-        return f"its KV cache is of kind {named}, and only {', '.join((*SERVED_SPECS, WINDOW_SPEC))} are served: {LEAVE_OUT}"
+    if not kinds <= {*SERVED_SPECS}:
+        return f"its KV cache is of kind {', '.join(sorted(kinds))}; full attention, MLA and windows are served: {LEAVE_OUT}"
     return None
 
 
@@ -260,11 +260,10 @@ def kind_of_group(group: KVCacheGroupSpec) -> str:
     kinds = {KINDS.get(type(spec).__name__, "other") for spec in specs}
     if kinds == {"scratch"} or not all(getattr(spec, "prefix_cacheable", True) for spec in specs):
         return "scratch"
-    if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", False):
+    stays = getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", False)
+    if stays or len(kinds) > 1 or any(getattr(spec, "mamba_cache_mode", STATE_MODE) != STATE_MODE for spec in specs):
         return "other"
-    if any(getattr(spec, "mamba_cache_mode", STATE_MODE) != STATE_MODE for spec in specs):
-        return "other"
-    return kinds.pop() if len(kinds) == 1 else "other"
+    return kinds.pop()
 
 
 def state_tokens(kv_cache_config: KVCacheConfig) -> int:
@@ -305,21 +304,20 @@ def _layer_specs(group: KVCacheGroupSpec) -> dict[str, KVCacheSpec]:
 def find_window(kv_cache_config: KVCacheConfig) -> int:
     """Tokens read by the layers of the only group, if vLLM frees the blocks before them; 0 if it keeps all."""
     spec = next(iter(_layer_specs(kv_cache_config.kv_cache_groups[0]).values()))
-    return int(getattr(spec, "sliding_window", 0)) if type(spec).__name__ == WINDOW_SPEC else 0
+    return int(getattr(spec, "sliding_window", 0)) if type(spec).__name__ in WINDOW_SPECS else 0
 
 
 def list_reaches(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
-    """The tokens read back by each layer of the only group, in their order. vLLM's specs name one window for all of them."""
+    """The tokens read back by each layer of the only group, in their order, or by all of them as vLLM's spec says."""
+    freed = find_window(kv_cache_config)
 
     def reach(layer: Any) -> str:
-        window, chunk = getattr(layer, "sliding_window", None), getattr(layer, "attention_chunk_size", None)
+        window, chunk = getattr(layer, "sliding_window", None) or freed, getattr(layer, "attention_chunk_size", None)
         return f"window {window}" if window else f"chunk {chunk}" if chunk else "full"
 
     context = vllm_config.compilation_config.static_forward_context
     found = [reach(context.get(name)) for name in kv_cache_config.kv_cache_groups[0].layer_names]
-    if set(found) == {"full"}:
-        return "full"
-    return ", ".join(f"{kind} x{len(list(same))}" for kind, same in groupby(found))
+    return "full" if set(found) == {"full"} else ", ".join(f"{kind} x{len(list(same))}" for kind, same in groupby(found))
 
 
 def cache_hit_sources(tokens: Mapping[Any, int]) -> dict[Any, int]:
@@ -365,10 +363,8 @@ def zeroes_blocks(kv_cache_config: KVCacheConfig) -> bool:
 def fitting_layout(vllm_config: VllmConfig) -> str | None:
     """The layout with each block in one run, if the attention backend is known to accept it or still unknown. vLLM warns of
     a layout unknown to its backend and drops it."""
-    model, tokens = vllm_config.model_config, vllm_config.cache_config.block_size
-    if not on_gpu() or getattr(model, "use_mla", False) or getattr(model, "is_hybrid", False):
-        return None
-    if tokens is not None and tokens > BLOCK_LAYOUT_TOKENS_MAX:
+    model, large = vllm_config.model_config, (vllm_config.cache_config.block_size or 0) > BLOCK_LAYOUT_TOKENS_MAX
+    if not on_gpu() or large or getattr(model, "use_mla", False) or getattr(model, "is_hybrid", False):
         return None
     backend = vllm_config.attention_config.backend
     if backend is None:
@@ -439,8 +435,16 @@ def find_rank(vllm_config: VllmConfig) -> int:
 
 
 def count_shards(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
-    """Distinct parts of a block over all ranks: fewer than ranks if ranks hold equal bytes."""
-    return world_size(vllm_config) // int(getattr(kv_cache_config, "kv_tp_replicas", 1))
+    """Distinct parts of the only group's block over all ranks: fewer if ranks hold equal bytes. vLLM counts for all groups."""
+    try:
+        from vllm.v1.core import kv_cache_planning as planning
+    except ImportError:  # before 0.33
+        from vllm.v1.core import kv_cache_utils as planning
+    ranks, group = world_size(vllm_config), kv_cache_config.kv_cache_groups[0]
+    if all(getattr(spec, "tp_replicated", False) for spec in _layer_specs(group).values()):
+        return 1
+    count = getattr(planning, "kv_cache_groups_tp_replicas", None)
+    return ranks // int(count([group], ranks) if count else getattr(kv_cache_config, "kv_tp_replicas", 1))
 
 
 def list_tensors(kv_cache_config: KVCacheConfig, kv_caches: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
@@ -564,8 +568,7 @@ def hash_of(algorithm: str, text: str) -> bytes:
     """The hash of a text by one of vLLM's algorithms for block hashes."""
     from vllm.utils.hashing import get_hash_fn_by_name
 
-    digest: bytes = get_hash_fn_by_name(algorithm)(text)
-    return digest
+    return bytes(get_hash_fn_by_name(algorithm)(text))
 
 
 def transfer_params(request: Any) -> dict[str, Any]:

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from specs import v4_groups, v4_layers
 
-from pillion import vllm_compat
+from pillion import groups, vllm_compat
 from pillion.connector import PillionConnector
 from pillion.geometry import Geometry, GeometryError, describe_layers, self_test
 
@@ -95,6 +96,41 @@ def test_runs_of_a_block() -> None:
     assert vllm_compat.BLOCK_LAYOUT == "BLNHC"
     assert runs["BLNHC"] == runs["BLHNC"] == 1
     assert runs["LBNHC"] == runs["LBHNC"] == LAYERS
+
+
+def describe_v4(layers: dict[str, Any]) -> list[str]:
+    """The form of each of these groups' pages as vLLM lays them out, once all their bytes were found."""
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+    from vllm.v1.worker.utils import allocate_kv_cache
+
+    made, forms = v4_groups(layers, BLOCKS), []
+    tensors = allocate_kv_cache(made, torch.device("cpu"), KVCacheLayout.BLHNC)
+    for group, view in groups.split_groups(made):
+        pages = vllm_compat.list_tensors(view, tensors)
+        geometry = describe_layers(pages, BLOCKS)
+        (storage,) = geometry.storages
+        memory = torch.empty(0, dtype=torch.uint8).set_(storage).random_()
+        for block in range(BLOCKS):
+            found = [memory[offset + block * stride :][:length] for _, offset, stride, length in geometry.regions]
+            expected = [page[block].reshape(-1).view(torch.uint8) for _, page in pages]
+            assert torch.equal(torch.cat(found), torch.cat(expected)), group
+        # The padding of a page is not kept.
+        specs = view.kv_cache_groups[0].kv_cache_spec.kv_cache_specs.values()
+        assert geometry.cuts[-1] == sum(spec.real_page_size_bytes for spec in specs)
+        assert geometry.cuts[-1] < sum(spec.page_size_bytes for spec in specs)
+        self_test(pages, geometry, BLOCKS)
+        forms.append(geometry.form)
+    return forms
+
+
+@pytest.mark.supports("compressed")
+def test_pages_of_several_sizes_lie_side_by_side() -> None:
+    """DeepSeek V4's groups share their memory. Other compression and other latents have other forms."""
+    usual = describe_v4(v4_layers())
+    plain = {"dtype": torch.bfloat16, "cache_dtype_str": "auto", "state_content_bytes": None, "head_size": 508, "alignment": 48}
+    others = [describe_v4(v4_layers((1, 4, 4, 4, 128))), describe_v4(v4_layers(**plain))]
+    assert all(set(other) != set(usual) for other in others) and others[0] != others[1]
+    assert describe_v4(v4_layers()) == usual
 
 
 def test_kernel_blocks_smaller_than_blocks() -> None:

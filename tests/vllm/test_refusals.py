@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from specs import LAYERS, full_attention, kv_cache_config, spec
+from specs import LAYERS, full_attention, kv_cache_config, spec, v4_groups, v4_layers
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.kv_cache_interface import MambaSpec
 
@@ -132,6 +132,34 @@ def test_latents_and_an_indexers_keys_in_one_group_are_served() -> None:
     latent, keys = spec("MLAAttentionSpec", num_kv_heads=1), spec("MLAAttentionSpec", num_kv_heads=1, dtype=torch.uint8)
     for specs in (latent, dict(zip(LAYERS, [latent, keys], strict=True))):
         assert vllm_compat.find_unsupported(PLAIN, kv_cache_config(specs)) is None
+
+
+@pytest.mark.supports("compressed")
+def test_compressed_latents_in_several_groups_are_served() -> None:
+    """DeepSeek V4, as vLLM plans its caches: four kinds of blocks. Its latents are equal in all ranks, and kept once."""
+    made = v4_groups(v4_layers())
+    sizes = [group.kv_cache_spec.block_size for group in made.kv_cache_groups]
+    assert sorted(sizes) == [4, 8, 64, 64, 64, 256]
+    engine: Any = SimpleNamespace(**vars(PLAIN), kv_transfer_config=RECOMPUTE)
+    assert vllm_compat.find_unsupported(engine, made) is None
+    for group, view in cache_groups.split_groups(made):
+        size = group.sizes[group.number]
+        kind = vllm_compat.kind_of_group(view.kv_cache_groups[0])
+        assert (kind, group.hashes) == ("full" if size == 256 else "window", size // 4)
+        assert vllm_compat.find_window(view) == {256: 0, 64: 128, 8: 128, 4: 8}[size]
+        for ranks in (1, 2, 8):
+            config: Any = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=ranks))
+            assert vllm_compat.count_shards(config, view) == 1
+
+
+def test_equal_bytes_are_counted_group_by_group() -> None:
+    """Latents beside states: vLLM's own count is of all groups together, and 1. States may be equal in all ranks, too."""
+    latent, groups = spec("MLAAttentionSpec", num_kv_heads=1, max_tp_shards=1), full_and_window()
+    equal = dataclasses.replace(STATE, tp_replicated=True)
+    for shown, shards in ((latent, 1), (STATE, 8), (equal, 1), (full_attention(), 8), (full_attention(max_tp_shards=2), 2)):
+        groups.kv_cache_groups = [dataclasses.replace(groups.kv_cache_groups[0], kv_cache_spec=shown)]
+        config: Any = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=8))
+        assert vllm_compat.count_shards(config, groups) == shards
 
 
 UNHEARD = type("Unheard", (type(full_attention()),), {})(16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
@@ -290,7 +318,6 @@ def refused(specs: list[Any]) -> str:
         ([full_attention(), spec("RSWASpec", rswa_window=64), spec("SlidingWindowSpec", **WINDOW)], "RSWASpec"),
         ([spec("SlidingWindowSpec", **WINDOW)] * 2, "2 KV cache groups"),
         ([spec("ChunkedLocalAttentionSpec", **CHUNK)], "of kind ChunkedLocalAttentionSpec"),
-        ([spec("SlidingWindowMLASpec", **WINDOW)], "of kind SlidingWindowMLASpec"),
         ([spec("RSWASpec", rswa_window=64)], "of kind RSWASpec"),
         ([spec("HiddenStateCacheSpec")], "of kind HiddenStateCacheSpec"),
         ([UNHEARD], "of kind Unheard"),
@@ -306,15 +333,18 @@ def test_layers_that_read_less_far_are_told_apart() -> None:
     layers = {"full": SimpleNamespace(sliding_window=None), "window": SimpleNamespace(sliding_window=512)}
     layers["chunk"] = SimpleNamespace(sliding_window=None, attention_chunk_size=8192)
 
-    def reaches(*names: str) -> str:
+    def reaches(*names: str, shown: Any = None) -> str:
         loaded = {str(place): layers[name] for place, name in enumerate(names)}
         config: Any = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=loaded))
-        groups: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=list(loaded))])
+        group = SimpleNamespace(layer_names=list(loaded), kv_cache_spec=shown)
+        groups: Any = SimpleNamespace(kv_cache_groups=[group])
         return vllm_compat.list_reaches(config, groups)
 
     assert reaches("full", "full") == "full"
     assert reaches("window", "window", "full") == "window 512 x2, full x1"
     assert reaches("chunk", "full", "chunk") == "chunk 8192 x1, full x1, chunk 8192 x1"
+    # A layer that calls its window by another name, as DeepSeek V4's do.
+    assert reaches("full", "full", shown=spec("SlidingWindowMLASpec", **WINDOW)) == "window 512 x2"
 
 
 def test_the_settings_that_are_refused_are_vllms_own() -> None:

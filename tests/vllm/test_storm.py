@@ -45,7 +45,9 @@ PATHS += [("auto", "engine", "set-drafts"), ("auto", "sidecar", "set"), ("auto",
 # A drafter's KV beside windows: vLLM drops a block of its own hits.
 PATHS += [("auto", "engine", "set-eagle")]
 # States, windows and scratch beside full attention.
-PATHS += [("auto", "engine", "mixed"), ("auto", "sidecar", "mixed"), ("auto", "engine", "mixed-drafts")]
+PATHS += [("auto", "engine", "mixed"), ("auto", "engine", "mixed-drafts")]
+# Compressed latents, in groups of five block sizes.
+PATHS += [("auto", "sidecar", "compressed")]
 # The same, with hits within blocks.
 PATHS += [("auto", "engine", "mixed-within"), ("auto", "sidecar", "mixed-within-mtp")]
 # With a drafter's KV vLLM makes the last state of a prompt a block, or a unit, earlier.
@@ -59,12 +61,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "set-of-sizes": {"kind": "set", "window": 50, "larger": 2, "blocks": 34},
     "mixed": {"kind": "mixed", "window": 50, "blocks": 40},
     "mixed-within": {"kind": "mixed", "window": 50, "blocks": 100, "match_tokens": 8},
+    "compressed": {"kind": "compressed", "window": 16, "blocks": 420},
 }
 # A step computes drafts, too. The KV of rejected ones lies in the blocks until the next step.
 KINDS |= {f"{kind}-drafts": KINDS[kind] | {"drafts": 3} for kind in ("full", "full-once", "window", "set", "mixed")}
 KINDS["set-eagle"] = KINDS["set-drafts"] | {"drafter": "eagle"}
 KINDS |= {f"{kind}-mtp": KINDS[kind] | {"drafts": 3, "drafter": "mtp"} for kind in ("mixed", "mixed-within")}
-SETS = ("set", "mixed")
+SETS = ("set", "mixed", "compressed")
 SET_TESTS = sum(KINDS[kind]["kind"] in SETS for _, _, kind in PATHS) * len(RELEASES) * len(SCHEDULERS)
 ALONE = "PILLION_SEED" in os.environ
 # The counts of an engine's plays.
@@ -80,7 +83,8 @@ def _first_seed(stage: Stage, path: tuple[str, str, str]) -> int:
     return number * SEEDS * 1000
 
 
-@pytest.mark.supports("full", "windows", "all-windows", "states-drafts", "preemption", "new-weights", "async-scheduling")
+@pytest.mark.supports("full", "windows", "all-windows", "compressed", "states-drafts", "preemption", "new-weights")
+@pytest.mark.supports("async-scheduling")
 @pytest.mark.parametrize(("load", "copy", "kind"), PATHS)
 def test_random_plays(stage: Stage, load: str, copy: str, kind: str) -> None:
     """Preemption, reuse, aborts at every moment, new weights, failed loads and a freezing sidecar, in any order."""
@@ -110,8 +114,8 @@ def _play(
     total: Counter[str] = Counter()
     rounds, most = 0, 0 if several or ALONE else ROUNDS_MAX
     first = _first_seed(stage, path)
-    # Smaller than the saves of the plays: the sidecar evicts too.
-    with sidecar.serving(stage.directory, dram="8MiB") as keeper:
+    # Smaller than the saves of the plays: the sidecar evicts too. Blocks of each size have a segment of their own.
+    with sidecar.serving(stage.directory, dram="24MiB" if kind == "compressed" else "8MiB") as keeper:
         copies = "no" if "once" in kind else "yes"
         (connector,) = by_load(keeper, load, **SETTINGS, **{"pillion.copy": copy, "pillion.keep_copies": copies})
         while total["steps"] < max(least, 1) or (rounds < most and not keeper.metrics()["pillion_checks_total"]):

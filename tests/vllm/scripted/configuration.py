@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 # Kinds with a cache group for each layer.
-SETS_OF_STATES = ("states", "mixed")
+SETS_OF_STATES = ("states", "mixed", "latents-states")
 SETS = ("set", *SETS_OF_STATES)
+# The kind of DeepSeek V4, an eighth as large: tokens of the smallest blocks.
+COMPRESSED, SMALL_TOKENS = "compressed", 2
 
 
 def build_config(scenario: dict[str, Any]) -> Any:
@@ -24,6 +27,7 @@ def build_config(scenario: dict[str, Any]) -> Any:
     )
 
     states, drafts = scenario.get("kind") in SETS_OF_STATES, scenario.get("drafts", 0)
+    parallel = ParallelConfig(tensor_parallel_size=scenario.get("ranks", 1))
     model = ModelConfig(model=scenario["model"], skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True)
     target = {"target_model_config": model, "target_parallel_config": ParallelConfig()}
     # The scripted worker drafts by itself; an asynchronous scheduler takes drafters on the device alone.
@@ -34,6 +38,7 @@ def build_config(scenario: dict[str, Any]) -> Any:
         speculative.method = scenario["drafter"]
     return VllmConfig(
         model_config=model,
+        parallel_config=parallel,
         device_config=DeviceConfig("cpu"),
         cache_config=CacheConfig(
             block_size=scenario["block_tokens"],
@@ -57,6 +62,15 @@ def build_config(scenario: dict[str, Any]) -> Any:
     )
 
 
+def config_of_rank(config: Any, rank: int) -> Any:
+    """The configuration of a rank, with layers of its own."""
+    its = copy.copy(config)
+    its.parallel_config, its.compilation_config = copy.copy(config.parallel_config), copy.copy(config.compilation_config)
+    its.parallel_config.rank = rank
+    its.compilation_config.static_forward_context = {}
+    return its
+
+
 def build_cache_config(scenario: dict[str, Any], config: Any) -> Any:
     """One group of the scenario's kind, each layer's pages by themselves; of kind `set` a group for each layer, and all of them
     have their blocks in the same pages, as vLLM has it."""
@@ -64,6 +78,9 @@ def build_cache_config(scenario: dict[str, Any], config: Any) -> Any:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, UniformTypeKVCacheSpecs
 
     specs, blocks = layer_specs(scenario, config), scenario["blocks"]
+    if scenario.get("kind") == COMPRESSED:
+        config.cache_config.num_gpu_blocks = blocks
+        return _lay_out_compressed(specs, blocks, scenario["block_tokens"])
     if scenario.get("kind") in SETS:
         (page,) = {spec.page_size_bytes for spec in specs.values()}
         config.cache_config.num_gpu_blocks = blocks
@@ -89,9 +106,59 @@ def build_cache_config(scenario: dict[str, Any], config: Any) -> Any:
     return KVCacheConfig(num_blocks=blocks, kv_cache_tensors=tensors, kv_cache_groups=[KVCacheGroupSpec(list(specs), spec)])
 
 
+def _lay_out_compressed(specs: dict[str, Any], blocks: int, whole: int) -> Any:
+    """As vLLM has it for DeepSeek V4: layers of equal blocks are a group, those with windows of latents two groups. In a block
+    a group's pages lie side by side, each of its own size."""
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, UniformTypeKVCacheSpecs
+
+    grouped: dict[Any, dict[str, Any]] = {}
+    for name, spec in specs.items():
+        window = getattr(spec, "sliding_window", 0)
+        second = name.endswith("swa_cache") and len(grouped.get((spec.block_size, window, False), {})) > 1
+        grouped.setdefault((spec.block_size, window, second), {})[name] = spec
+    stride = max(sum(spec.page_size_bytes for spec in its.values()) for its in grouped.values())
+    tensors = []
+    for its in grouped.values():
+        offset = 0
+        for name, spec in its.items():
+            tensors.append(KVCacheTensor(blocks * stride, [name], spec.page_size_bytes, stride, offset))
+            offset += spec.page_size_bytes
+    groups = [KVCacheGroupSpec(list(its), UniformTypeKVCacheSpecs.from_specs(its)) for its in grouped.values()]
+    made = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=tensors, kv_cache_groups=groups, hash_block_size=SMALL_TOKENS)
+    made.cache_hit_alignment_tokens = whole
+    return made
+
+
+def _compressed_specs(whole: int) -> dict[str, Any]:
+    """A layer with a window of latents alone, one with latents of 4 tokens each and an indexer, and one with latents of 16."""
+    import torch
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowMLASpec, SparseCacheRole
+
+    plain = {"num_kv_heads": 1, "max_tp_shards": 1, "alignment": 24}
+    packed = plain | {"head_size": 16, "dtype": torch.uint8, "cache_dtype_str": "fp8_ds_mla", "model_version": "deepseek_v4"}
+    packed |= {"state_content_bytes": 20}
+    made: dict[str, Any] = {}
+    for number, ratio in enumerate((1, 4, 16)):
+        name, sizes = f"model.layers.{number}.attn", {"block_size": whole, "tokens_per_state": ratio}
+        window = {"sliding_window": 16}
+        made[f"{name}.swa_cache"] = SlidingWindowMLASpec(**packed, block_size=4 * SMALL_TOKENS, **window)
+        if ratio == 1:
+            continue
+        made[name] = MLAAttentionSpec(**packed, **sizes)
+        raw = plain | {"dtype": torch.float32, "block_size": SMALL_TOKENS if ratio == 4 else 2 * SMALL_TOKENS}
+        raw |= {"sliding_window": 8} if ratio == 4 else window
+        made[f"{name}.compressor.state_cache"] = SlidingWindowMLASpec(**raw, head_size=8)
+        if ratio == 4:
+            keys = plain | {"head_size": 12, "dtype": torch.uint8, "cache_role": SparseCacheRole.INDEXER}
+            made[f"{name}.indexer.k_cache"] = MLAAttentionSpec(**keys, **sizes)
+            made[f"{name}.indexer.compressor.state_cache"] = SlidingWindowMLASpec(**raw, head_size=4)
+    return made
+
+
 def layer_specs(scenario: dict[str, Any], config: Any) -> dict[str, Any]:
     """vLLM's spec of each layer: `full` attention or a `window`; both in a `set`, with a full last layer; `states` and full
-    attention; these with a window and scratch in `mixed`; `mla` with a latent; or a latent and the keys of an `indexer`."""
+    attention; these with a window and scratch in `mixed`; `mla` with a latent; a latent and the keys of an `indexer`; a state
+    and latents in `latents-states`; or `compressed` latents."""
     import torch
     from vllm.v1.kv_cache_interface import (
         CircularBufferSpec,
@@ -103,6 +170,8 @@ def layer_specs(scenario: dict[str, Any], config: Any) -> dict[str, Any]:
     )
 
     kind, tokens, model = scenario.get("kind", "full"), scenario["block_tokens"], config.model_config
+    if kind == COMPRESSED:
+        return _compressed_specs(tokens)
     names = [f"model.layers.{index}.self_attn" for index in range(model.hf_config.num_hidden_layers)]
     heads, size = model.get_num_kv_heads(config.parallel_config), model.get_head_size()
     plain = {"block_size": tokens, "num_kv_heads": heads, "head_size": size, "dtype": torch.bfloat16}
@@ -117,8 +186,9 @@ def layer_specs(scenario: dict[str, Any], config: Any) -> dict[str, Any]:
         large = {"block_size": tokens * times, "head_size": size // times, "sliding_window": scenario["window"]}
         spec = SlidingWindowSpec(**plain | large)
         return {f"{name}.attn": spec for name in windows} | {f"{last}.attn": FullAttentionSpec(**plain)}
+    latent = MLAAttentionSpec(block_size=tokens, num_kv_heads=1, max_tp_shards=1, head_size=576, dtype=torch.bfloat16)
     if kind in SETS_OF_STATES:
-        page = FullAttentionSpec(**plain).page_size_bytes
+        page = (latent if kind == "latents-states" else FullAttentionSpec(**plain)).page_size_bytes
         state = MambaSpec(
             block_size=tokens,
             shapes=((3, 32), (4, 40)),
@@ -128,6 +198,8 @@ def layer_specs(scenario: dict[str, Any], config: Any) -> dict[str, Any]:
             # A step leaves a state for each draft.
             num_speculative_blocks=scenario.get("drafts", 0),
         )
+        if kind == "latents-states":
+            return {f"{names[0]}.attn": state, f"{names[1]}.attn": latent}
         if kind == "states":
             return {f"{name}.attn": state for name in names[:-1]} | {f"{names[-1]}.attn": FullAttentionSpec(**plain)}
         # vLLM finds hits within blocks of states where those of windows are as small as a hash.
@@ -136,7 +208,6 @@ def layer_specs(scenario: dict[str, Any], config: Any) -> dict[str, Any]:
         window = SlidingWindowSpec(**plain | small, sliding_window=scenario["window"])
         mixed = {"ring": CircularBufferSpec(**plain), "state": state, "window": window, "attn": FullAttentionSpec(**plain)}
         return {f"model.layers.{number}.{name}": spec for number, (name, spec) in enumerate(mixed.items())}
-    latent = MLAAttentionSpec(block_size=tokens, num_kv_heads=1, max_tp_shards=1, head_size=576, dtype=torch.bfloat16)
     if kind == "mla":
         return {f"{name}.attn": latent for name in names}
     assert kind == "indexer"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import functools
 import os
 import signal
@@ -19,7 +20,7 @@ from typing import Any
 
 from pillion import _shim, groups
 from scripted import storm
-from scripted.configuration import build_cache_config, build_config
+from scripted.configuration import build_cache_config, build_config, config_of_rank
 from scripted.worker import StepFailed
 from testkit import metrics, plan, pool_file, threads, waiting
 from testkit.child import Parent
@@ -62,20 +63,21 @@ def wait_for_records() -> None:
 
 
 class Executor:
-    """Calls the one worker."""
+    """Calls the workers."""
 
-    def __init__(self, worker: Any) -> None:
-        self._worker = worker
+    def __init__(self, workers: list[Any]) -> None:
+        self._workers = workers
 
     def collective_rpc(self, method: str, timeout: float | None, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """The answer of each worker."""
-        return [getattr(self._worker, method)(*args, **(kwargs or {}))]
+        return [getattr(worker, method)(*args, **(kwargs or {})) for worker in self._workers]
 
 
 class ScriptedEngine:
     """Scheduler and worker, with the next step scheduled before the last one's output is seen."""
 
     def __init__(self, scenario: dict[str, Any]) -> None:
+        from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
         from vllm.utils.hashing import get_hash_fn_by_name
         from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, init_none_hash
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -93,7 +95,11 @@ class ScriptedEngine:
         config.scheduler_config.async_scheduling = scenario["async_scheduling"]
         hash_function = get_hash_fn_by_name("xxhash_cbor")
         init_none_hash(hash_function)
-        self.worker = ScriptedWorker(config, cache_config)  # first, as in vLLM
+        # First, as in vLLM. A scenario may look at the first rank alone.
+        ranks = range(scenario.get("ranks", 1))
+        self._workers = [ScriptedWorker(config_of_rank(config, rank), cache_config) for rank in ranks]
+        self._aggregator = KVOutputAggregator(len(ranks))
+        self.worker = self._workers[0]
         kind = AsyncScheduler if scenario["async_scheduling"] else Scheduler
         self.scheduler = kind(
             vllm_config=config,
@@ -107,7 +113,7 @@ class ScriptedEngine:
         self._hasher = core.get_request_block_hasher(self.scheduler.hash_block_size, hash_function)
         # For calls of vLLM from outside; of its parts only the workers are there.
         self._core = EngineCore.__new__(EngineCore)
-        self._core.model_executor = Executor(self.worker)
+        self._core.model_executor = Executor(self._workers)
         # vLLM's numbers of the groups that Pillion keeps.
         self._kept = [group.number for group, _ in groups.split_groups(cache_config)]
         self._depth = config.max_concurrent_batches
@@ -147,7 +153,8 @@ class ScriptedEngine:
 
     def _connected(self) -> bool:
         """Whether both sessions are there: on a busy machine the first attempt may have taken too long."""
-        workers = [part.session for part in _pillions(self.worker.connector)._worker._parts]
+        roles = [_pillions(worker.connector)._worker for worker in self._workers]
+        workers = [part.session for role in roles for part in role._parts]
         schedulers = self._sessions()
         for worker in workers:
             worker.start(0)
@@ -173,7 +180,8 @@ class ScriptedEngine:
         """The counts for tests, so far."""
         names = ("hits", "failed_blocks", "failed_requests", "late_loads", "preemptions", "steps", "failed_steps")
         of_worker = {name: getattr(self.worker, name) for name in ("crossings", "null_blocks", "wrong_loaded")}
-        return {name: getattr(self, name) for name in names} | of_worker | {"wrong": self.worker.wrong.total()}
+        wrong = sum(worker.wrong.total() for worker in self._workers)
+        return {name: getattr(self, name) for name in names} | of_worker | {"wrong": wrong}
 
     def generate(
         self,
@@ -216,7 +224,7 @@ class ScriptedEngine:
 
         while unbound() and time.monotonic() < ends_at:
             scheduled = self.scheduler.schedule()
-            self._finish_step(scheduled, self.worker.execute(scheduled), time.monotonic())
+            self._finish_step(scheduled, self._execute(scheduled), time.monotonic())
             time.sleep(IDLE_STEP_S)
 
     def _happen(self, moment: str) -> None:
@@ -430,7 +438,7 @@ class ScriptedEngine:
             if scheduled.total_num_scheduled_tokens:
                 fault, self._fault = self._fault, ""
             try:
-                output = self.worker.execute(scheduled, fault)
+                output = self._execute(scheduled, fault)
             except StepFailed:
                 self._recover()
                 return
@@ -450,6 +458,12 @@ class ScriptedEngine:
                 drafts = self.worker.drafts
                 self.scheduler.update_draft_token_ids(DraftTokenIds(list(drafts), list(drafts.values())))
         self.steps += 1
+
+    def _execute(self, scheduled: Any, fault: str = "") -> Any:
+        """The step at every rank, each with a copy of its own, and what vLLM's scheduler gets of their outputs."""
+        steps = [scheduled, *(copy.deepcopy(scheduled) for _ in self._workers[1:])]
+        outputs = [copy.copy(worker.execute(step, fault)) for worker, step in zip(self._workers, steps, strict=True)]
+        return self._aggregator.aggregate(outputs) if len(outputs) > 1 else outputs[0]
 
     def fail_step(self, fault: str) -> None:
         """The next step with tokens fails: see `ScriptedWorker.execute`."""
@@ -604,7 +618,8 @@ def play(scenario: dict[str, Any]) -> dict[str, Any]:
             results.append({"value": value, "found": found, "told": told} | changes)
     finally:
         engine.mend_pool()
-        engine.worker.connector.shutdown()
+        for worker in engine._workers:
+            worker.connector.shutdown()
         engine.scheduler.shutdown()
     return {"vllm": vllm.__version__, "results": results, "steps": engine.steps}
 

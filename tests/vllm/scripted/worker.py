@@ -82,13 +82,6 @@ class Prefix:
         return self if tokens >= len(self.tokens) else Prefix(self.tokens[:tokens], self._weights)
 
 
-def channels(layers: Iterable[int]) -> np.ndarray:
-    """A number for each channel of each layer; of each the count is given."""
-    numbers = [np.arange(count, dtype=np.uint64) + np.uint64(layer * count + 1) for layer, count in enumerate(layers)]
-    every: np.ndarray = np.concatenate(numbers) * CONTENT_MULTIPLIER
-    return every
-
-
 def content(digests: list[int], channels: np.ndarray) -> np.ndarray:
     """The right KV of these positions: [positions, channels] of 16 bits."""
     mixed: np.ndarray = np.array(digests, dtype=np.uint64)[:, None] * CONTENT_MULTIPLIER ^ channels
@@ -122,25 +115,30 @@ def next_token(digests: list[int]) -> int:
     return int.from_bytes(hashlib.blake2b(read, digest_size=4).digest(), "little") % VOCAB
 
 
+def layer_specs(group: Any) -> dict[str, Any]:
+    """vLLM's spec of each layer of a cache group."""
+    specs: dict[str, Any] = getattr(
+        group.kv_cache_spec, "kv_cache_specs", dict.fromkeys(group.layer_names, group.kv_cache_spec)
+    )
+    return specs
+
+
 def allocate(kv_cache_config: Any) -> dict[str, torch.Tensor]:
-    """The KV memory, one storage: of each layer its pages, [blocks, heads, tokens, content]. Layers of several groups may share
+    """The KV memory, one storage: of each layer its pages, [blocks, heads, states, content]. Layers of several groups may share
     them: a block is one group's at a time."""
-    blocks = kv_cache_config.num_blocks
     specs: dict[str, Any] = {}
     for group in kv_cache_config.kv_cache_groups:
-        specs |= getattr(group.kv_cache_spec, "kv_cache_specs", dict.fromkeys(group.layer_names, group.kv_cache_spec))
+        specs |= layer_specs(group)
     memory = torch.zeros(kv_cache_config.kv_cache_tensors[0].size, dtype=torch.uint8)
     kv = {}
     for tensor in kv_cache_config.kv_cache_tensors:
         for name in tensor.layers:
             spec = specs[name]
-            pages = memory[tensor.offset : tensor.offset + blocks * tensor.block_stride]
-            if hasattr(spec, "shapes"):
-                # As vLLM hands them over: raw bytes, and behind them the rest of a page.
-                content = pages.view(torch.int8).view(blocks, 1, 1, -1)
-                kv[name] = content[..., : spec.state_content_size_bytes]
-                continue
-            kv[name] = pages.view(spec.dtype).view(blocks, spec.num_kv_heads, spec.block_size, -1)
+            heads, states, content = spec.num_heads, spec.num_states, spec.state_content_size_bytes
+            strides = tensor.block_stride, states * content, content, 1
+            pages = torch.as_strided(memory, (kv_cache_config.num_blocks, heads, states, content), strides, tensor.offset)
+            # A state of Mamba is raw bytes, as vLLM hands it over.
+            kv[name] = pages.view(getattr(spec, "dtype", torch.int8))
     return kv
 
 
@@ -160,13 +158,17 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
         self._config = vllm_config
         groups = kv_cache_config.kv_cache_groups
+        specs = {name: spec for group in groups for name, spec in layer_specs(group).items()}
+        firsts = [specs[group.layer_names[0]] for group in groups]
         # Tokens of a block and tokens read by attention, by group, and the group of each layer.
         self.block_tokens = [group.kv_cache_spec.block_size for group in groups]
         everything = vllm_config.model_config.max_model_len
-        self._windows = [getattr(group.kv_cache_spec, "sliding_window", None) or everything for group in groups]
+        self._windows = [getattr(first, "sliding_window", None) or everything for first in firsts]
         self._groups = {name: number for number, group in enumerate(groups) for name in group.layer_names}
         # Some groups keep a state of all tokens before, or a request's own bytes of its last step.
-        self._kinds = [type(group.kv_cache_spec).__name__ for group in groups]
+        self._kinds = [type(first).__name__ for first in firsts]
+        # Tokens that a layer's row stands for: compressed latents are written with the last of them.
+        self._each = {name: max(1, int(spec.tokens_per_state)) for name, spec in specs.items()}
         # The end of the last step in a request's ring.
         self._rings: dict[str, int] = {}
         # The place of a request's state in its table, and the accepted drafts: the state with n of them lies n blocks on.
@@ -192,13 +194,18 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
         self._owners: dict[int, int] = {}
         self.crossings = self.null_blocks = 0
         self.connector = KVConnectorFactory.create_connector(vllm_config, KVConnectorRole.WORKER, kv_cache_config)
-        kv_transfer_state._KV_CONNECTOR_AGENT = self.connector
         self.connector.register_kv_caches(self.kv)
-        # The connector's memory in place of the tensors, [blocks, heads, tokens, content].
+        # The connector's memory in place of the tensors, [blocks, heads, states, content].
         self._pages = {name: pages.view(torch.int16).numpy() for name, pages in self.kv.items()}
         counts = [pages.shape[1] * pages.shape[3] for pages in self._pages.values()]
-        self._channels, ends = channels(counts), np.cumsum(counts)
+        ends, numbers = np.cumsum(counts), np.arange(1, sum(counts) + 1, dtype=np.uint64)
         self._of_layers = {name: slice(end - count, end) for name, count, end in zip(self._pages, counts, ends, strict=True)}
+        # Ranks hold parts of their own, except of latents.
+        rank = vllm_config.parallel_config.rank
+        for name, its in self._of_layers.items():
+            numbers[its] += np.uint64(rank << 32 if getattr(specs[name], "max_tp_shards", None) is None else 0)
+        # A number for each channel of each layer.
+        self._channels = numbers * CONTENT_MULTIPLIER
 
     def new_weights(self, weights: int | None = None) -> None:
         """From now on the model computes other KV, or that of `weights`. KV of other weights is wrong for a reader."""
@@ -240,6 +247,7 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
     def execute(self, step: Any, fault: str = "") -> ModelRunnerOutput:
         """One step, as GPUModelRunner.execute_model does it. `fault`: it raises before the connector is called (`skip`), in its
         second layer as either model runner does (`raise`, `raise_v2`), or it computes wrong KV (`refuse`)."""
+        kv_transfer_state._KV_CONNECTOR_AGENT = self.connector
         self.connector.handle_preemptions(step.kv_connector_metadata)
         starts = self._update_requests(step)
         for block in step.new_block_ids_to_zero or ():
@@ -344,11 +352,11 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
         marks = self._add_drafts(step)
         contents = {name: self._prefixes[name].content(self._channels, end) for name, end in ends.items()}
         bad: dict[str, set[int]] = {name: set() for name in ends}
-        places: dict[tuple[str, int], Places] = {}
+        places: dict[tuple[str, int, int], Places] = {}
         for number, (layer, pages) in enumerate(self._pages.items()):
             if number and fault.startswith("raise"):
                 raise StepFailed
-            group, its = self._groups[layer], self._of_layers[layer]
+            group, its, each = self._groups[layer], self._of_layers[layer], self._each[layer]
             if self._kinds[group] in (RING, STATE):
                 its_contents = {name: contents[name][:, its] for name in ends}
                 advance = self._step_ring if self._kinds[group] == RING else self._step_states
@@ -356,25 +364,27 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
                 continue
             # vLLM's attention writes the step's new KV, then lets the connector wait, then reads.
             for name, end in ends.items():
-                if (name, group) not in places:
-                    places[name, group] = self._places(name, group, starts[name], end)
-                _, blocks, rows = places[name, group]
-                new = end - starts[name]
-                right = contents[name][-new:, its].reshape(new, pages.shape[1], -1)
+                if (name, group, each) not in places:
+                    places[name, group, each] = self._places(name, group, starts[name], end, each)
+                first, blocks, rows = places[name, group, each]
+                # Behind those of before.
+                new = max(0, -(-(starts[name] - first) // each))
+                right = contents[name][first:end:each, its][new:].reshape(-1, pages.shape[1], pages.shape[3])
                 # KV computed upon wrong KV is wrong.
-                pages[blocks[-new:], :, rows[-new:]] = ~right if bad[name] or fault else right
-                for position, block in zip(range(starts[name], end), blocks[-new:].tolist(), strict=True):
+                pages[blocks[new:], :, rows[new:]] = ~right if bad[name] or fault else right
+                for position, block in zip(range(first + new * each, end, each), blocks[new:].tolist(), strict=True):
                     if block in self._loaded and position < self._loaded[block][2]:
                         del self._loaded[block]
             self.connector.wait_for_layer_load(layer)
-            for name in ends:
-                first, blocks, rows = places[name, group]
+            for name, end in ends.items():
+                first, blocks, rows = places[name, group, each]
                 read = pages[blocks, :, rows]
-                differs = read != contents[name][first:, its].reshape(read.shape)
+                differs = read != contents[name][first:end:each, its].reshape(read.shape)
                 if differs.any():
                     wrong = np.flatnonzero(differs.any(axis=(1, 2)))
-                    bad[name].update((first + wrong).tolist())
-                    held = zip(blocks[wrong].tolist(), (first + wrong).tolist(), strict=True)
+                    positions = (first + wrong * each).tolist()
+                    bad[name].update(positions)
+                    held = zip(blocks[wrong].tolist(), positions, strict=True)
                     self.wrong_loaded += sum(self._is_loaded(name, group, block, position) for block, position in held)
             self.connector.save_kv_layer(layer, self.kv[layer], None)
         sampled = {name: self._sample(name, end, bad[name], marks.get(name)) for name, end in ends.items()}
@@ -469,13 +479,15 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
         pages[block].reshape(-1)[: len(right)] = ~right if wrong else right
         self._loaded.pop(block, None)
 
-    def _places(self, name: str, group: int, start: int, end: int) -> Places:
-        """The first position read by the layers of a group, and the blocks and rows of all positions from there to `end`."""
+    def _places(self, name: str, group: int, start: int, end: int, each: int) -> Places:
+        """The first position read by the layers of a group, and the blocks and rows of all positions from there to `end`; with
+        a row for `each` tokens, of the last ones of them alone."""
         first, tokens = max(0, start - self._windows[group] + 1), self.block_tokens[group]
-        positions = np.arange(first, end)
+        first += (-first - 1) % each
+        positions = np.arange(first, end, each)
         blocks = np.array(self._blocks[name][group])[positions // tokens]
         assert blocks.all(), "vLLM's null block holds nobody's KV"
-        return first, blocks, positions % tokens
+        return first, blocks, positions % tokens // each
 
     def _sample(self, name: str, end: int, bad: set[int], mark: tuple[int, Any] | None) -> list[int]:
         self.wrong[name] += len(bad)

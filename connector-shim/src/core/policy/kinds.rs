@@ -293,19 +293,30 @@ impl Points {
             points.extend((self.every..end + reads).step_by(self.every as usize));
         }
         points.retain(|point| *point < prompt);
+        // From the prompt's last point on, a later request may go on at every boundary.
+        let answer = prompt.max(first - first % self.boundary);
+        points.extend((answer..end + reads).step_by(self.boundary as usize));
         points.sort_unstable();
-        let spans = points.iter().map(|point| (*point, *point));
-        // Behind the prompt's last point each block is read at a point: an answer may end there.
-        let spans = spans.chain([(prompt, end)]);
-        let mut needed = Vec::new();
-        for (point, stop) in spans {
-            let (begin, stop) = (point.saturating_sub(reads).max(first), stop.min(end));
-            if begin < stop {
-                needed.push(begin..stop);
-                first = stop;
+        let mut needed: Vec<Range<u32>> = Vec::new();
+        for point in points {
+            let (begin, stop) = (point.saturating_sub(reads).max(first), point.min(end));
+            if begin >= stop {
+                continue;
             }
+            match needed.last_mut() {
+                Some(last) if last.end == begin => last.end = stop,
+                _ => needed.push(begin..stop),
+            }
+            first = stop;
         }
         needed
+    }
+
+    /// The first block from `block` on that is read at a boundary of all groups.
+    pub fn next_needed(&self, kind: GroupKind, block: u32) -> u32 {
+        let GroupKind::Window { reads } = kind else { return block };
+        let within = self.boundary.saturating_sub(reads);
+        block.max(block - block % self.boundary + within)
     }
 }
 
@@ -507,7 +518,7 @@ mod tests {
         }
     }
 
-    /// A later request reads, at each point, as many blocks as the window has; behind the prompt's last point any end is one.
+    /// A later request reads, at each point, as many blocks as the window has; behind the prompt's last point every boundary is one.
     #[test]
     fn what_a_later_request_reads_is_saved() {
         for seed in 0..CASES {
@@ -522,13 +533,17 @@ mod tests {
             let read = |block: &u32| {
                 let of = |point: u32| point < last && (block + 1..=block + reads).contains(&point);
                 let checkpoint = |point| points.every > 0 && point % points.every == 0 && of(point);
-                block + reads >= last
-                    || own.into_iter().any(of)
-                    || (block + 1..=block + reads).any(checkpoint)
+                let in_answer = |point| point >= last && point % boundary == 0;
+                own.into_iter().any(of)
+                    || (block + 1..=block + reads).any(|point| in_answer(point) || checkpoint(point))
             };
             let needed = points.needed(GroupKind::Window { reads }, (first, end), prompt, own);
             let right: Vec<u32> = (first..end).filter(read).collect();
+            assert!(needed.windows(2).all(|parts| parts[0].end < parts[1].start), "{seed}: {needed:?}");
             assert_eq!(needed.into_iter().flatten().collect::<Vec<_>>(), right, "{seed}");
+            let next = points.next_needed(GroupKind::Window { reads }, first.max(last));
+            assert_eq!(Some(next), (first.max(last)..).find(read), "{seed}");
+            assert_eq!(points.next_needed(GroupKind::Full, first), first, "{seed}");
             let full = points.needed(GroupKind::Full, (first, end), prompt, own);
             assert!(full.into_iter().flatten().eq(first..end), "{seed}");
         }

@@ -68,19 +68,21 @@ impl<H: SessionHost> EnginePolicy<H> {
         posted
     }
 
-    /// Number of steps until the request may fill its next block.
+    /// Number of steps until the request may fill its next block of use to another one.
     fn until_full(&self, id: RequestId, computed: u32) -> u64 {
         let request = self.requests.get(id).expect("it was looked up");
         let begins = request.parts.iter().any(|part| part.found_in > 0);
         if begins || computed < request.now.tokens {
             return 1;
         }
-        let parts = request.parts.iter().zip(&self.set.forms);
-        let missing = parts.filter(|(_, form)| form.kind != GroupKind::State).map(|(part, form)| {
-            // The block of a tail was saved, and will be full later.
-            let saved = (part.saved as u32).min(computed / form.block_tokens);
-            ((saved + 1) * form.block_tokens).saturating_sub(computed)
-        });
+        let parts = request.parts.iter().zip(&self.set.forms).zip(&self.groups);
+        let missing =
+            parts.filter(|((_, form), _)| form.kind != GroupKind::State).map(|((part, form), group)| {
+                // The block of a tail was saved, and will be full later.
+                let saved = (part.saved as u32).min(computed / form.block_tokens);
+                let next = group.points.next_needed(form.kind, saved);
+                ((next + 1) * form.block_tokens).saturating_sub(computed)
+            });
         let least = missing.min().unwrap_or(1).max(1);
         u64::from(least.div_ceil(self.options.tokens_per_step.max(1)))
     }

@@ -98,6 +98,8 @@ fn every_bound_is_kept_to_the_last_value() {
     let append = Message { count: 1, ..of(Kind::Append) };
     let last = |data| Message { data, ..append };
     let (known, unknown) = (CHUNKS as u32 - 1, CHUNKS as u32);
+    let flagged = |kind, flags| Message { flags, ..of(kind) };
+    let replacing = |place| Message { from: 2, data: [0, place, 0, 0, 0, 0], ..of(Kind::Save) };
     let bundle = |bundle, set| Message { data: [bundle, set, 7, 7, 7, 7], ..of(Kind::Open) };
     let cases = [
         (bundle(0, 0), bundle(1, 0), "OPEN with bundle 1: this release serves one bundle"),
@@ -124,22 +126,10 @@ fn every_bound_is_kept_to_the_last_value() {
             Message { count: query_keys + 1, ..of(Kind::Hint) },
             "HINT with count 65537: at most 65,536 keys",
         ),
-        (
-            Message { flags: 7, ..of(Kind::Query) },
-            Message { flags: 8, ..of(Kind::Query) },
-            "QUERY with flags 8",
-        ),
-        (
-            Message { flags: 15, ..of(Kind::Load) },
-            Message { flags: 16, ..of(Kind::Load) },
-            "LOAD with flags 16",
-        ),
-        (Message { flags: 3, ..of(Kind::Save) }, Message { flags: 4, ..of(Kind::Save) }, "SAVE with flags 4"),
-        (
-            Message { from: 2, data: [0, 2, 0, 0, 0, 0], ..of(Kind::Save) },
-            Message { from: 2, data: [0, 3, 0, 0, 0, 0], ..of(Kind::Save) },
-            "SAVE with replaced 3",
-        ),
+        (flagged(Kind::Query, 7), flagged(Kind::Query, 8), "QUERY with flags 8"),
+        (flagged(Kind::Load, 15), flagged(Kind::Load, 16), "LOAD with flags 16"),
+        (flagged(Kind::Save, 3), flagged(Kind::Save, 4), "SAVE with flags 4"),
+        (replacing(2), replacing(3), "SAVE with replaced 3"),
         (Message { op: 1, ..of(Kind::Weights) }, of(Kind::Weights), "WEIGHTS with op 0: numbered from 1 on"),
         (
             Message { count: 4096, ..of(Kind::Golden) },

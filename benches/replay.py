@@ -59,7 +59,10 @@ STEP_S, TOKEN_S, IDLE_S = 0.010, 33.6e-6, 0.001
 POLL_S = 0.0002
 WATCHDOG_S = 60
 LAYER = "model.layers.0.self_attn.attn"
-COUNTERS = ("evicted_blocks", "unreachable_blocks", "saved_blocks", "loaded_blocks", "checks_differing")
+COUNTERS = (
+    "evicted_blocks", "unreachable_blocks", "saved_blocks", "saves_leaving_blocks", "saves_lost_to_reuse", "loaded_blocks",
+    "checks_differing",
+)  # fmt: skip
 
 
 @dataclasses.dataclass

@@ -1,4 +1,4 @@
-//! Keys for Python: `none_hash`, the growing `Chain` and `derive`, all of them `shm_protocol::key`'s.
+//! Keys for Python, by `shm_protocol::key`: `none_hash`, the growing `Chain`, and `derive`.
 
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;

@@ -309,7 +309,7 @@ impl Thread {
         let transfer = PendingCopy::new((copy, load_op), blocks, bytes, !held, self.clock.now());
         match locked {
             true => lane.accept_copy(transfer),
-            // CUDA copies unlocked memory within the call. The call would wait for `go`, but this thread
+            // CUDA copies unlocked memory within the call. The call would wait for `go` for ever: this thread
             // stores `go` only after the call.
             false => lane.give_up(&transfer),
         }

@@ -37,7 +37,8 @@ const GREETING_WORDS: usize = 4;
 /// Words of a request: the first block, and the count.
 const REQUEST_WORDS: usize = 2;
 const CONNECT_MAX: Duration = Duration::from_secs(5);
-/// Limit of one end's wait for the other. Plain sockets are silent during measurements of the mesh.
+/// Limit of one end's wait for the other. Plain sockets are silent during measurements of the mesh, which no shorter
+/// limit may end.
 const SILENT_MAX: Duration = Duration::from_secs(120);
 /// Plain connections at a time: those of one reader, and one more.
 const CONNECTIONS_MAX: usize = STREAMS_MAX + 1;

@@ -92,7 +92,7 @@ impl<H: SessionHost> EnginePolicy<H> {
         };
         let ids: Vec<Vec<u32>> =
             wanted.iter().enumerate().map(|(group, range)| within(group, range)).collect();
-        // vLLM does not zero new blocks that are to be loaded. So the load must fill each of them.
+        // vLLM does not zero new blocks that are to be loaded: a block that the load leaves out has KV of an earlier request.
         let covers = fresh.iter().zip(&ids).all(|(fresh, ids)| fresh.iter().all(|block| ids.contains(block)));
         // Before the loads: they may begin as soon as they are posted.
         self.overwrite(fresh.iter().flatten().copied().collect());

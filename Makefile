@@ -10,7 +10,8 @@ export PATH := $(CURDIR)/.venv/bin:$(HOME)/.cargo/bin:$(PATH)
 # The Python for tests on a GPU, with vLLM's CUDA build and pillion; and the tests to run, with pytest's options.
 PYTHON ?= python3
 TESTS ?=
-TEST_CRATES = cargo test --workspace --features connector-shim/c,mesh/rdma --quiet
+# Without the job server of make: its pipe is closed to a recipe.
+TEST_CRATES = env -u MAKEFLAGS -u MFLAGS cargo test --workspace --features connector-shim/c,mesh/rdma --quiet
 # Two tests at a time: an engine of the tests computes with one thread. Tests of one group share their engines.
 PYTEST = python -m pytest -q -n 2 --dist loadgroup
 # Releases of vLLM beside the one in .venv: the newest, and older ones.

@@ -64,8 +64,8 @@ test-loom: setup ## every interleaving of the rings and fences
 	@RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR="$${CARGO_TARGET_DIR:-target}/loom" \
 		scripts/part test-loom cargo test --release --package shm-protocol --test loom --quiet
 
-test-sim: setup ## 2,000 simulated worlds with faults, and worlds with a fault to find
-	@scripts/part test-sim $(TEST_CRATES) --test simulator -- --runs 2000 --seed 1
+test-sim: setup ## 1,000 simulated worlds with faults, and worlds with a fault to find
+	@scripts/part test-sim $(TEST_CRATES) --test simulator -- --runs 1000 --seed 1
 
 test-python: setup-tests ## the connector against vLLM's signatures and schedulers, without an engine
 	@scripts/part test-python $(PYTEST) tests/unit tests/vllm

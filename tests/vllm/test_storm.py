@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
-from stage import RELEASES, SCHEDULERS, Stage, by_load, metrics
+from stage import RELEASES, SCHEDULERS, Player, Stage, by_load, metrics
 
 from testkit import sidecar
 
-# Plays of each test, more of them in `make test-long`; no two tests play the same seed.
-PLAYS = int(os.environ.get("PLAYS", "4"))
+# Plays of each test; no two tests play the same seed. `make test-long` has more of them, and both tests with every release and
+# scheduler: otherwise each of the two has half of these, so every path is played in all of them.
+PLAYS, IS_LONG = int(os.environ.get("PLAYS", "4")), bool({"PLAYS", "PILLION_SEED"} & os.environ.keys())
 # Seeds of an engine. It plays more of them than it must, until it has loaded: new weights void saved blocks, and vLLM's cache
 # keeps blocks beyond a change without saving them again.
 SEEDS = 1_000
@@ -68,10 +71,29 @@ KINDS |= {f"{kind}-drafts": KINDS[kind] | {"drafts": 3} for kind in ("full", "fu
 KINDS["set-eagle"] = KINDS["set-drafts"] | {"drafter": "eagle"}
 KINDS |= {f"{kind}-mtp": KINDS[kind] | {"drafts": 3, "drafter": "mtp"} for kind in ("mixed", "mixed-within")}
 SETS = ("set", "mixed", "compressed")
-SET_TESTS = sum(KINDS[kind]["kind"] in SETS for _, _, kind in PATHS) * len(RELEASES) * len(SCHEDULERS)
+SET_TESTS = sum(KINDS[kind]["kind"] in SETS for _, _, kind in PATHS) * len(RELEASES) * len(SCHEDULERS) // (1 if IS_LONG else 2)
 ALONE = "PILLION_SEED" in os.environ
 # The counts of an engine's plays.
 COUNTED = ("steps", "hits", "preemptions", "crossings", "null_blocks", "failed_steps")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Chooses the paths, releases and schedulers of a test."""
+    fails = metafunc.function is test_random_plays_with_steps_that_fail
+    cases = [
+        pytest.param(*path, release, scheduler, marks=pytest.mark.xdist_group(release))
+        for at, path in enumerate(PATHS)
+        for of, release in enumerate(RELEASES)
+        for by, scheduler in enumerate(SCHEDULERS)
+        if IS_LONG or (at + of + by) % 2 == fails
+    ]
+    metafunc.parametrize(("load", "copy", "kind", "release", "scheduler"), cases)
+
+
+@pytest.fixture
+def stage(release: str, scheduler: str, player_of: Callable[[str], Player], tmp_path: Path) -> Stage:
+    """Runs the test with this release and scheduler."""
+    return Stage(player_of(release), SCHEDULERS[scheduler], tmp_path)
 
 
 def _first_seed(stage: Stage, path: tuple[str, str, str]) -> int:
@@ -85,7 +107,6 @@ def _first_seed(stage: Stage, path: tuple[str, str, str]) -> int:
 
 @pytest.mark.supports("full", "windows", "all-windows", "compressed", "states-drafts", "preemption", "new-weights")
 @pytest.mark.supports("async-scheduling")
-@pytest.mark.parametrize(("load", "copy", "kind"), PATHS)
 def test_random_plays(stage: Stage, load: str, copy: str, kind: str) -> None:
     """Preemption, reuse, aborts at every moment, new weights, failed loads and a freezing sidecar, in any order."""
     several = KINDS[kind]["kind"] in SETS
@@ -93,7 +114,6 @@ def test_random_plays(stage: Stage, load: str, copy: str, kind: str) -> None:
 
 
 @pytest.mark.supports("failed-steps", "priority", "async-scheduling")
-@pytest.mark.parametrize(("load", "copy", "kind"), PATHS)
 def test_random_plays_with_steps_that_fail(stage: Stage, load: str, copy: str, kind: str) -> None:
     """Steps that are skipped, that raise and that are refused, and preemption by priority: vLLM lists blocks without a step
     that fills them, and computes upon them. Kept blocks are still right."""

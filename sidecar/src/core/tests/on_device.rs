@@ -15,6 +15,17 @@ impl Harness {
         self.saved().expect("the save ends").committed
     }
 
+    /// Keeps chains of a block, as operations from `op` on, until so many blocks went. Returns the next operation.
+    fn fill_until_evicted(&mut self, mut op: u64, blocks: u64) -> u64 {
+        while self.core.base.cx.dram.stats().evicted_blocks_total < blocks {
+            let first = 1000 + op as u32 * 8;
+            assert!(self.keep_chain(9, op, first..first + 1) == 1 && op < 2000, "operation {op}");
+            self.ask(SchedulerRequest::Close { log: 9, way: 0 });
+            op += 1;
+        }
+        op
+    }
+
     /// The number of blocks among these keys of an open log, found in the pool.
     fn count_kept(&mut self, log: u32, op: u64, keys: std::ops::Range<u32>) -> u32 {
         let kept = self.query(log, op, keys.start, keys.len() as u32).value;
@@ -31,13 +42,7 @@ fn copies_of_an_ended_request_go_first_and_are_made_again_from_its_log() {
     engine.ask(SchedulerRequest::Close { log: 1, way: 0 });
     engine.keep_chain(0, 2, 0..4);
     engine.ask(SchedulerRequest::Ended { log: 0, way: 7 });
-    let mut op = 3;
-    while engine.core.base.cx.dram.stats().evicted_blocks_total < 2 {
-        let first = 1000 + op as u32 * 8;
-        assert!(engine.keep_chain(9, op, first..first + 1) == 1 && op < 2000, "operation {op}");
-        engine.ask(SchedulerRequest::Close { log: 9, way: 0 });
-        op += 1;
-    }
+    let op = engine.fill_until_evicted(3, 2);
     engine.open(1, 100..104);
     assert_eq!(engine.count_kept(1, 900, 0..4), 4, "no device has these, and they are older");
     assert_eq!(engine.count_kept(0, 901, 0..4), 2, "the deepest ones went");
@@ -57,13 +62,7 @@ fn blocks_of_a_conversation_s_last_request_go_next() {
         engine.keep_chain(log, op, log * 100..log * 100 + 4);
         engine.ask(SchedulerRequest::Close { log, way });
     }
-    let mut op = 3;
-    while engine.core.base.cx.dram.stats().evicted_blocks_total < 4 {
-        let first = 1000 + op as u32 * 8;
-        assert!(engine.keep_chain(9, op, first..first + 1) == 1 && op < 2000, "operation {op}");
-        engine.ask(SchedulerRequest::Close { log: 9, way: 0 });
-        op += 1;
-    }
+    engine.fill_until_evicted(3, 4);
     engine.open(1, 100..104);
     engine.open(0, 0..4);
     let kept = [(1, 900), (0, 901)].map(|(log, op)| engine.count_kept(log, op, 0..4));

@@ -491,7 +491,7 @@ impl<H: SessionHost> EnginePolicy<H> {
         self.prefill.schedule_step(step.step, self.time, computed, has_loads);
         let mut saves =
             if self.options.saves { self.save_due(due, step.step) } else { vec![false; step.parts.len()] };
-        saves[0] |= self.leave_device(named, step.step);
+        saves[0] |= self.leave_device(named);
         step.asks = self.proof.waits() || !self.open_loads.is_empty();
         self.pacing.end_step(computes == 0);
         for ((group, part), saves) in self.groups.iter_mut().zip(&mut step.parts).zip(saves) {

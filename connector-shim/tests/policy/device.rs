@@ -52,6 +52,18 @@ fn blocks_about_to_be_reused_are_saved_under_their_ended_request() {
     assert_eq!(engine.sidecar().ways, [0], "the request has ended before");
 }
 
+/// The engine may reuse the blocks in its next step, before it takes the output of this one.
+#[test]
+fn their_save_is_accepted_at_once() {
+    let mut engine = engine(false);
+    ended(&mut engine);
+    let before = engine.sidecar().accepted.clone();
+    engine.named = vec![3, 2, 1];
+    engine.idle();
+    assert_eq!(engine.take_saves(), [(0, 0, vec![1, 2, 3])]);
+    assert_eq!(engine.sidecar().accepted, [before[0], before[0]], "the step that filled them");
+}
+
 #[test]
 fn by_default_logs_close_and_nothing_is_offered_again() {
     let mut engine = engine(true);

@@ -170,9 +170,11 @@ impl<H: SessionHost> EnginePolicy<H> {
         true
     }
 
-    /// Offers blocks to be reused next, with this step. A save of a refused step is void.
-    pub(super) fn leave_device(&mut self, blocks: &[u32], step: u64) -> bool {
-        if self.device.logs.is_empty() || blocks.is_empty() || self.proof.stalled || !self.is_home(0) {
+    /// Offers blocks to be reused next. Accepted steps have filled them, so the copies wait for no step to end: the engine may reuse the
+    /// blocks in its next step.
+    pub(super) fn leave_device(&mut self, blocks: &[u32]) -> bool {
+        let Some(step) = self.proof.accepted.filter(|_| !self.proof.stalled) else { return false };
+        if self.device.logs.is_empty() || blocks.is_empty() || !self.is_home(0) {
             return false;
         }
         let mut right = blocks.to_vec();

@@ -73,6 +73,8 @@ pub(super) struct BlockProof {
     forms: Vec<GroupForm>,
     keys: Vec<FilledBlocks>,
     open: VecDeque<OpenStep>,
+    /// The last step whose output the engine has taken.
+    pub(super) accepted: Option<u64>,
     /// The engine's identifiers of encoder outputs made since the last disowning of all blocks; `None`: there
     /// was none. The engine may still use older outputs, made with other weights.
     encoded: Option<HashSet<String>>,
@@ -139,6 +141,7 @@ impl BlockProof {
             keys: forms.iter().map(|_| FilledBlocks::default()).collect(),
             forms,
             open: VecDeque::new(),
+            accepted: None,
             encoded: None,
             stalled: false,
             unkept: Unkept::default(),
@@ -394,6 +397,7 @@ impl BlockProof {
         let next = self.expects() == Some(step);
         if next {
             self.open.pop_front();
+            self.accepted = Some(step);
         }
         next
     }
@@ -431,6 +435,7 @@ impl BlockProof {
             self.unkept.unaccepted_steps += passed.len() as u64;
         }
         self.stalled = false;
+        self.accepted = self.accepted.max(Some(step));
         if self.expects() == Some(step) {
             self.open.pop_front();
         }

@@ -209,6 +209,7 @@ PROMOTED_SPECS = ("SlidingWindowSpec", "ChunkedLocalAttentionSpec")
 # The service to layers of a group beside other groups.
 KINDS = dict.fromkeys(SERVED_SPECS, "full") | dict.fromkeys(WINDOW_SPECS, "window")
 KINDS |= {STATE_SPEC: "state", SCRATCH_SPEC: "scratch"}
+# The remedy if no other setting helps.
 LEAVE_OUT = "leave --kv-transfer-config out for this model"
 
 
@@ -246,10 +247,7 @@ def _unserved_set(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kinds
     drafters = {kind_of_group(group) for group in groups if getattr(group, "is_eagle_group", False)}
     if speculative and (speculative.method not in DRAFTS_IN_SETS or drafters - {"full"}):
         return f", which are not served with speculation by {speculative.method}: start vLLM without --speculative-config"
-    unit, states = kv_cache_config.cache_hit_alignment_tokens or 0, [it for it in served if kind_of_group(it) == "state"]
-    if drafts_with_kv(vllm_config) and any(0 < unit < group.kv_cache_spec.block_size for group in states):
-        return ", with hits within blocks of states, not served with a drafter: start vLLM without --prefix-match-unit"
-    if states and HAS_TRITON and not on_gpu():
+    if "state" in map(kind_of_group, served) and HAS_TRITON and not on_gpu():
         return ", and Triton's kernels would move states in replaced memory: run vLLM's CPU build without Triton"
     if not recomputes_failed_loads(vllm_config):
         return ", and a load that fails would end its request: set kv_load_failure_policy to recompute"
@@ -575,7 +573,8 @@ def hash_of(algorithm: str, text: str) -> bytes:
 
 def transfer_params(request: Any) -> dict[str, Any]:
     """The params of routers in a request; empty without any."""
-    return request.kv_transfer_params if isinstance(request.kv_transfer_params, dict) else {}
+    params = request.kv_transfer_params
+    return params if isinstance(params, dict) else {}
 
 
 def token_count(request: Any) -> int:

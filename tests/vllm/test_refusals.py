@@ -254,18 +254,6 @@ def test_several_groups_are_refused_beside_drafters(group: Any, drafts: Any, rem
     assert remedy in reason and fits_metrics(reason)
 
 
-@refuses("states-within", "start vLLM without --prefix-match-unit")
-def test_hits_within_blocks_are_refused_beside_a_drafter(remedy: str) -> None:
-    """Wrong KV was read there in a storm. Whole blocks of states are served."""
-    both = full_and_window()
-    both.kv_cache_groups = [dataclasses.replace(both.kv_cache_groups[0], kv_cache_spec=it) for it in (full_attention(), STATE)]
-    engine: Any = SimpleNamespace(**vars(PLAIN), kv_transfer_config=RECOMPUTE, speculative_config=MTP)
-    assert vllm_compat.find_unsupported(engine, both) is None
-    both.cache_hit_alignment_tokens = 8
-    reason = vllm_compat.find_unsupported(engine, both) or ""
-    assert remedy in reason and fits_metrics(reason)
-
-
 @refuses("state-triton", "without Triton")
 def test_states_are_refused_where_triton_moves_them_on_a_cpu(remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM has taken the addresses of states before Pillion puts its own memory in place."""

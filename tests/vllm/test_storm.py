@@ -52,8 +52,8 @@ PATHS += [("auto", "engine", "mixed"), ("auto", "engine", "mixed-drafts")]
 # Compressed latents, in groups of five block sizes.
 PATHS += [("auto", "sidecar", "compressed")]
 # The same, with hits within blocks.
-PATHS += [("auto", "engine", "mixed-within"), ("auto", "sidecar", "mixed-within")]
-# With a drafter's KV vLLM makes the last state of a prompt a block earlier.
+PATHS += [("auto", "engine", "mixed-within"), ("auto", "sidecar", "mixed-within-mtp")]
+# With a drafter's KV vLLM makes the last state of a prompt a block, or a unit, earlier.
 PATHS += [("auto", "engine", "mixed-mtp")]
 # So few blocks that the engine preempts.
 KINDS: dict[str, dict[str, Any]] = {
@@ -69,7 +69,7 @@ KINDS: dict[str, dict[str, Any]] = {
 # A step computes drafts, too. The KV of rejected ones lies in the blocks until the next step.
 KINDS |= {f"{kind}-drafts": KINDS[kind] | {"drafts": 3} for kind in ("full", "full-once", "window", "set", "mixed")}
 KINDS["set-eagle"] = KINDS["set-drafts"] | {"drafter": "eagle"}
-KINDS["mixed-mtp"] = KINDS["mixed-drafts"] | {"drafter": "mtp"}
+KINDS |= {f"{kind}-mtp": KINDS[kind] | {"drafts": 3, "drafter": "mtp"} for kind in ("mixed", "mixed-within")}
 SETS = ("set", "mixed", "compressed")
 SET_TESTS = sum(KINDS[kind]["kind"] in SETS for _, _, kind in PATHS) * len(RELEASES) * len(SCHEDULERS) // (1 if IS_LONG else 2)
 ALONE = "PILLION_SEED" in os.environ

@@ -54,8 +54,7 @@ class Storm:
 
     def __init__(self, engine: ScriptedEngine, seed: int, chances: dict[str, float], pid: int) -> None:
         self._engine, self._pid, self._chances = engine, pid, chances
-        # Whether vLLM's own cache may list blocks filled by no step: after a failed step, or a preemption by priority.
-        self._vllm_errs = "fail" in chances
+        self._early = engine.worker.copies_too_early
         self._random = random.Random(seed)
         self._families = [self._tokens(*FAMILY_TOKENS) for _ in range(FAMILIES)]
         self._asked: list[Asked] = []
@@ -76,6 +75,12 @@ class Storm:
         self._engine.finish()
         self._check_answers()
         self._check_kept()
+
+    @property
+    def _vllm_errs(self) -> bool:
+        """Whether vLLM's own cache may list blocks filled by no step, after a failed step or a preemption by priority, or have
+        copied a block before the step that filled it."""
+        return "fail" in self._chances or self._engine.worker.copies_too_early > self._early
 
     def _tokens(self, least: int, most: int) -> list[int]:
         return [self._random.randrange(3, VOCAB) for _ in range(self._random.randint(least, most))]

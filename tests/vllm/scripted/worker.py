@@ -188,6 +188,8 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
         # Positions read with wrong bytes, by request, and the number of these in loaded blocks.
         self.wrong: collections.Counter[str] = collections.Counter()
         self.wrong_loaded = 0
+        # vLLM may begin a request on a copy of a block before the step that fills the block.
+        self.copies_too_early = 0
         # Blocks with loaded bytes, each with the mark of its load: see `_mark_load`.
         self._loaded: dict[int, tuple[int, int, int, int]] = {}
         # The last group of each block, moves of blocks between groups, and null blocks in block tables.
@@ -254,6 +256,7 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
             self._loaded.pop(block, None)
             for pages in self._pages.values():
                 pages[block] = 0
+        self._count_early_copies(step, starts)
         for source, target in step.kv_cache_block_copies or ():
             self._loaded.pop(target, None)
             if source in self._loaded:
@@ -324,6 +327,17 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
             self.null_blocks += len(blocks) - len(owned)
             self.crossings += sum(self._owners.get(block, group) != group for block in owned)
             self._owners.update(dict.fromkeys(owned, group))
+
+    def _count_early_copies(self, step: Any, starts: dict[str, int]) -> None:
+        """Counts the copies for a request's beginning within a block that read KV of this same step."""
+        for source, target in step.kv_cache_block_copies or ():
+            for group in (group for group, kind in enumerate(self._kinds) if kind not in (RING, STATE)):
+                tables, tokens = {name: self._blocks[name][group] for name in starts}, self.block_tokens[group]
+                # Places in the block, as far as it is read and from where it is written.
+                read = [start % tokens for name, start in starts.items() if target in tables[name]]
+                owners = [name for name in starts if source in tables[name]]
+                written = [starts[name] - tables[name].index(source) * tokens for name in owners]
+                self.copies_too_early += any(first < end for first in written for end in read)
 
     def take_load(self, group: int, block: int, tokens: list[int]) -> None:
         """A block is about to be loaded up to the last of these tokens."""

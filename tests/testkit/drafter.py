@@ -37,6 +37,29 @@ def write(directory: Path, method: str) -> dict[str, Any]:
     return {"method": method, "model": str(directory), "num_speculative_tokens": DRAFT_TOKENS}
 
 
+def write_equals(directory: Path) -> tuple[Path, dict[str, Any]]:
+    """Writes a target of which the last layer alone is at work, and an EAGLE head with this layer: nearly all of its drafts are
+    right as long as it reads its KV. Returns the target, and vLLM's `speculative_config`."""
+    from safetensors.torch import load_file, save_file
+
+    target, head = model.write(directory / "target", TARGET), directory / "head"
+    speculative, weights = write(head, "eagle"), load_file(target / "model.safetensors")
+    last, drafts = f"model.layers.{TARGET.layers - 1}.", load_file(head / "model.safetensors")
+    for name, tensor in weights.items():
+        if name.startswith(last):
+            drafts[name.replace(last, "layers.0.")] = tensor
+        elif name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor.zero_()
+    del drafts["layers.0.input_layernorm.weight"]
+    # The head reads the embedding alone, without a norm: it has the length that the target's norm would give it.
+    embeddings = weights["model.embed_tokens.weight"]
+    embeddings /= embeddings.float().square().mean(1, keepdim=True).sqrt()
+    drafts["fc.weight"].zero_()[:, : TARGET.hidden].fill_diagonal_(1)
+    for path, tensors in ((target, weights), (head, drafts)):
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return target, speculative
+
+
 def _make_eagle_head(directory: Path, head: model.Shape) -> None:
     """One layer behind a projection of an embedding and the target's hidden state. The target lends its embeddings."""
     import torch

@@ -112,6 +112,22 @@ def damaged(path: Path, rank: int = 0, ranks: int = 1, value_bytes: int = 2, val
 
 
 @contextlib.contextmanager
+def zeroed(path: Path, part: float) -> Iterator[int]:
+    """While the block runs, the last `part` of every block is zeros, as of its last layers. Yields the number of blocks."""
+    with mapped(path) as pool:
+        ends = [(slot.offset + slot.length, int(slot.length * part)) for slot in committed(pool)]
+        places = [slice(end - count, end) for end, count in ends]
+        before = [pool[place] for place in places]
+        for place in places:
+            pool[place] = bytes(place.stop - place.start)
+        try:
+            yield len(places)
+        finally:
+            for place, content in zip(places, before, strict=True):
+                pool[place] = content
+
+
+@contextlib.contextmanager
 def broken(path: Path, word: str) -> Iterator[int]:
     """Changes a header word of every committed slot while the block runs. Yields the number of slots.
 

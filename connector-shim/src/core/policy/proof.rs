@@ -73,7 +73,7 @@ pub(super) struct BlockProof {
     forms: Vec<GroupForm>,
     keys: Vec<FilledBlocks>,
     open: VecDeque<OpenStep>,
-    /// The last step whose output the engine has taken.
+    /// The last accepted step.
     pub(super) accepted: Option<u64>,
     /// The engine's identifiers of encoder outputs made since the last disowning of all blocks; `None`: there
     /// was none. The engine may still use older outputs, made with other weights.

@@ -72,7 +72,7 @@ def accepted_without_kv(running: engine.Engine, keeper: sidecar.Sidecar, right: 
     """The same with zeros in place of the drafter's kept KV, which costs drafts and never a token."""
     before = running.metrics()
     windows.forget(running, keeper)
-    with pool_file.zeroed(keeper.pool, 1 / (drafter.TARGET.layers + 1)) as blocks:
+    with pool_file.zeroed(keeper.pool, drafter.TARGET.layers / (drafter.TARGET.layers + 1)) as blocks:
         assert blocks > 0
         answer, loaded = ask(running)
     assert (answer["tokens"], loaded) == (right["tokens"], WHOLE)

@@ -112,19 +112,20 @@ def damaged(path: Path, rank: int = 0, ranks: int = 1, value_bytes: int = 2, val
 
 
 @contextlib.contextmanager
-def zeroed(path: Path, part: float) -> Iterator[int]:
-    """While the block runs, the last `part` of every block is zeros, as of its last layers. Yields the number of blocks."""
+def zeroed(path: Path, begin: float, end: float = 1.0, namespace: str = "") -> Iterator[int]:
+    """While the block runs, a part of every block is zeros, from `begin` to `end` of it: that of some layers. With a
+    namespace only its blocks change. Yields the number of blocks."""
     with mapped(path) as pool:
-        ends = [(slot.offset + slot.length, int(slot.length * part)) for slot in committed(pool)]
-        places = [slice(end - count, end) for end, count in ends]
-        before = [pool[place] for place in places]
-        for place in places:
-            pool[place] = bytes(place.stop - place.start)
+        blocks = [slot for slot in committed(pool) if namespace in ("", slot.namespace.hex())]
+        parts = [slice(slot.offset + int(slot.length * begin), slot.offset + int(slot.length * end)) for slot in blocks]
+        before = [pool[part] for part in parts]
+        for part in parts:
+            pool[part] = bytes(part.stop - part.start)
         try:
-            yield len(places)
+            yield len(parts)
         finally:
-            for place, content in zip(places, before, strict=True):
-                pool[place] = content
+            for part, content in zip(parts, before, strict=True):
+                pool[part] = content
 
 
 @contextlib.contextmanager

@@ -98,6 +98,9 @@ GAIN = 3.0
 # Logarithm of the decay of gated delta rules: a state lasts for some hundred tokens.
 DECAY_LOG = -6.0
 
+# The factor on the outputs of all layers but the last, for a drafter like the last one.
+SILENT = 0.001
+
 
 def latent_bytes_per_token(config: dict[str, Any]) -> int:
     """Bytes of a token's latents over all layers, in bfloat16."""
@@ -122,23 +125,27 @@ def write(directory: Path, config: dict[str, Any], seed: int = 1234) -> Path:
     return directory
 
 
-def add_drafter(directory: Path, seed: int = 4321) -> Path:
-    """Adds an MTP layer to a model with gated delta rules: like its last layer, and behind a projection of an embedding and the
-    model's last hidden state. Its proposals are right by chance. Returns the directory."""
+def add_drafter(directory: Path) -> Path:
+    """Adds an MTP layer to a model with gated delta rules: its last layer, behind the embedding alone. The other layers add
+    little then, so nearly all proposals are right as long as the layer reads its KV. Returns the directory."""
     import json
 
     import torch
     from safetensors.torch import load_file, save_file
 
-    generator = torch.Generator().manual_seed(seed)
     config, weights = json.loads((directory / "config.json").read_text()), load_file(directory / "model.safetensors")
     size, last = config["hidden_size"], f"model.layers.{config['num_hidden_layers'] - 1}."
-    layer = {f"layers.0.{name.removeprefix(last)}": tensor for name, tensor in weights.items() if name.startswith(last)}
-    norms = ("norm.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight")
-    for name, tensor in ({"fc.weight": torch.empty(size, 2 * size)} | layer | dict.fromkeys(norms, torch.zeros(size))).items():
-        if tensor.dim() > 1:
-            tensor = torch.randn(tensor.shape, generator=generator) * GAIN / math.sqrt(tensor.shape[-1])
-        weights[f"mtp.{name}"] = tensor.to(torch.bfloat16, copy=True)
+    embeddings = weights["model.embed_tokens.weight"]
+    # As long as the norm before the MTP layer makes them.
+    embeddings /= embeddings.float().square().mean(1, keepdim=True).sqrt()
+    made = {name: torch.zeros(size) for name in ("norm.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight")}
+    made["fc.weight"] = torch.cat([torch.eye(size), torch.zeros(size, size)], dim=1)
+    for name, tensor in weights.items():
+        if name.startswith(last):
+            made[f"layers.0.{name.removeprefix(last)}"] = tensor
+        elif "down_proj" in name or "out_proj" in name or "o_proj" in name:
+            tensor *= SILENT
+    weights |= {f"mtp.{name}": tensor.to(torch.bfloat16, copy=True) for name, tensor in made.items()}
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
     return directory

@@ -25,7 +25,7 @@ use std::io::{BufReader, ErrorKind, Read, Write};
 use std::net::TcpStream;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use client::sidecar::free_port;
@@ -63,6 +63,10 @@ impl Router {
         let port = free_port();
         let mut command = Command::new(env!("CARGO_BIN_EXE_pillion"));
         command.args(["route", "--listen", &format!("127.0.0.1:{port}")]).args(arguments);
+        if !arguments.contains(&"--decode-prompt-share") {
+            // No prompt goes to one engine because of the times of this machine.
+            command.args(["--decode-prompt-share", "0"]);
+        }
         for (option, urls) in [("--prefill", prefill), ("--decode", decode)] {
             command.args(urls.iter().flat_map(|url| [option, *url]));
         }
@@ -122,8 +126,15 @@ impl Drop for Router {
     }
 }
 
+/// Token ids of a new prompt: no engine has answered it.
+fn ids(tokens: u64) -> Vec<u64> {
+    static PROMPTS: AtomicU64 = AtomicU64::new(0);
+    let begin = PROMPTS.fetch_add(1, Ordering::Relaxed);
+    (begin..begin + tokens).collect()
+}
+
 fn prompt(tokens: u64) -> Value {
-    json!({ "prompt": (0..tokens).collect::<Vec<u64>>(), "max_tokens": 9, PARAMS: { "do_remote_prefill": true, "spoofed": true } })
+    json!({ "prompt": ids(tokens), "max_tokens": 9, PARAMS: { "do_remote_prefill": true, "spoofed": true } })
 }
 
 fn said() -> Value {
@@ -685,7 +696,7 @@ const ONE_TOKEN: &str = concat!(
 );
 
 fn stream_of(tokens: u64) -> Value {
-    json!({ "prompt": (0..tokens).collect::<Vec<u64>>(), "max_tokens": 9, "stream": true })
+    json!({ "prompt": ids(tokens), "max_tokens": 9, "stream": true })
 }
 
 #[test]

@@ -5,11 +5,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use hyper::StatusCode;
+use prometheus::proto::MetricFamily;
 use tokio::time::Instant;
 
 use super::address::EngineAddress;
+use super::engine_prompts::{AlonePrompt, EnginePrompts};
 use super::figures::{DROPPED, EngineFigures};
 use super::forward::Forwarder;
+use super::prompt_times::BegunPrompt;
 use super::tls::TowardsEngines;
 
 /// One request tries an engine again this long after it was unreachable or silent. Each failed trial doubles the pause, up to the longest.
@@ -42,6 +45,7 @@ pub(super) struct RouteEngine {
     late: AtomicU32,
     down: Mutex<Option<Down>>,
     length: Mutex<Length>,
+    prompts: Mutex<EnginePrompts>,
     pub(super) figures: EngineFigures,
     /// Time of its last sign of life to a waiting request. All waiting requests share a look.
     pub(super) seen: tokio::sync::Mutex<Option<Instant>>,
@@ -79,9 +83,18 @@ pub(super) struct LoadShare {
     pub(super) weight: u64,
     /// True if its request tries an engine after a failure.
     pub(super) is_trial: bool,
+    /// The prompt that the engine computes, until the answer shows the end.
+    pub(super) prompt: Option<PromptShare>,
     begin: Instant,
     is_answered: bool,
     is_success: bool,
+}
+
+/// A prompt that an engine computes, until it is dropped.
+#[derive(Debug)]
+pub(super) struct PromptShare {
+    engine: Arc<RouteEngine>,
+    begun: BegunPrompt,
 }
 
 /// A prompt under way, awaited by a decode engine.
@@ -111,6 +124,7 @@ impl RouteEngine {
             late: AtomicU32::new(0),
             down: Mutex::default(),
             length: Mutex::default(),
+            prompts: Mutex::default(),
             seen: Default::default(),
         })
     }
@@ -239,6 +253,56 @@ impl RouteEngine {
         self.down().is_none_or(|down| down.until <= now)
     }
 
+    /// Returns true if the next request tries the engine after a failure.
+    pub(super) fn is_trial_due(&self, now: Instant) -> bool {
+        self.down().is_some_and(|down| down.until <= now)
+    }
+
+    pub(super) fn prompts(&self) -> MutexGuard<'_, EnginePrompts> {
+        self.prompts.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn begin_prompt(self: &Arc<Self>, tokens: u64, until: Option<Instant>, now: Instant) -> PromptShare {
+        let begun = self.prompts().times.begin_prompt(tokens, until, now);
+        PromptShare { engine: Arc::clone(self), begun }
+    }
+
+    /// Adds a prompt of so many tokens to compute to a prefill engine's work, until the share is dropped.
+    pub(super) fn add_prompt(self: &Arc<Self>, tokens: u64, now: Instant) -> LoadShare {
+        let mut share = self.add_share(tokens, now);
+        share.prompt = Some(self.begin_prompt(tokens, None, now));
+        share
+    }
+
+    /// Adds a request to a decode engine's work, until the share is dropped, with the prompt that it computes alone. Only a stream shows the
+    /// end of that: another one counts for its expected time.
+    pub(super) fn add_request(
+        self: &Arc<Self>,
+        alone: Option<AlonePrompt>,
+        unknown: u64,
+        now: Instant,
+    ) -> LoadShare {
+        let mut share = self.add_share(1, now);
+        share.prompt = alone.map(|alone| {
+            let expected = self.prompts().times.expect_prompt(unknown, None, now);
+            let end = now + Duration::from_secs_f64(expected.map_or(0.0, |expected| expected.finish()));
+            self.begin_prompt(unknown, (!alone.is_stream).then_some(end), now)
+        });
+        share
+    }
+
+    /// The metrics of the engine, as it is now.
+    pub(super) fn gather(&self, now: Instant) -> Vec<MetricFamily> {
+        let mut prompts = self.prompts();
+        self.figures.show_prompts(
+            prompts.times.open_tokens(now) as u64,
+            prompts.times.tokens_per_second(),
+            prompts.hand_over.seconds(),
+        );
+        drop(prompts);
+        self.figures.gather(self.is_up(now), self.under_way())
+    }
+
     /// Adds `weight` to its work until the share is dropped, for a request sent at once. The first request after a pause is a trial: without
     /// its answer the engine is left alone as long again.
     pub(super) fn add_share(self: &Arc<Self>, weight: u64, now: Instant) -> LoadShare {
@@ -252,6 +316,7 @@ impl RouteEngine {
             engine: Arc::clone(self),
             weight,
             is_trial,
+            prompt: None,
             begin: now,
             is_answered: false,
             is_success: false,
@@ -290,11 +355,43 @@ impl LoadShare {
         }
     }
 
+    /// Ends the prompt that a decode engine computed alone, and learns its time if the beginning of the answer shows it. Prompts of fewer
+    /// than `tokens_min` tokens show no more than what every prompt takes.
+    pub(super) fn end_prompt(&mut self, alone: Option<AlonePrompt>, is_shown: bool, tokens_min: u64) {
+        let (Some(prompt), Some(alone)) = (self.prompt.take(), alone) else { return };
+        if is_shown && alone.is_held && alone.engine == Some(self.engine.number) {
+            let (unknown, now) = (prompt.tokens(), Instant::now());
+            self.engine.prompts().judge_held(alone.tokens, unknown, self.begin.elapsed(), now);
+        } else if is_shown && prompt.tokens() >= tokens_min {
+            prompt.learn(prompt.tokens());
+        }
+    }
+
     /// Notes the time of a whole answer.
     pub(super) fn note_end(&self) {
         if self.is_success {
             self.engine.figures.note_whole(self.begin.elapsed());
         }
+    }
+}
+
+// === impl PromptShare ===
+
+impl PromptShare {
+    /// Learns from the prompt, computed until now, of so many tokens.
+    pub(super) fn learn(&self, tokens: u64) {
+        self.engine.prompts().times.learn(self.begun, tokens, Instant::now());
+    }
+
+    /// Returns the tokens to compute, as they were expected.
+    pub(super) fn tokens(&self) -> u64 {
+        self.begun.tokens
+    }
+}
+
+impl Drop for PromptShare {
+    fn drop(&mut self) {
+        self.engine.prompts().times.end_prompt(self.begun, Instant::now());
     }
 }
 

@@ -8,6 +8,8 @@ use tokio::time::Instant;
 use super::address::EngineAddress;
 use super::affinity::{Affinity, Trail};
 use super::engine::{LoadShare, RouteEngine};
+use super::engine_prompts::AlonePrompt;
+use super::forward::RouteRequest;
 use super::tls::TowardsEngines;
 
 /// An engine with a prompt's beginning is passed over once it has this much more to do than the average.
@@ -41,6 +43,8 @@ pub(super) struct RouteEngines {
     tls: Option<Arc<TowardsEngines>>,
     role: EngineRole,
     affinity: Affinity,
+    /// Engines that began to answer a prompt: they have its KV.
+    answered: Affinity,
 }
 
 /// The engines of a role at one time.
@@ -80,7 +84,13 @@ impl EngineRole {
 impl RouteEngines {
     /// No engines so far. Later ones with https need `tls`.
     pub(super) fn new(role: EngineRole, tls: Option<Arc<TowardsEngines>>) -> Self {
-        Self { list: Mutex::default(), tls, role, affinity: Affinity::default() }
+        Self {
+            list: Mutex::default(),
+            tls,
+            role,
+            affinity: Affinity::default(),
+            answered: Affinity::default(),
+        }
     }
 
     /// Replaces the addresses of all engines. An engine with one of them keeps its state. An engine without
@@ -138,10 +148,71 @@ impl RouteEngines {
         spared: Option<&RouteEngine>,
         now: Instant,
     ) -> Option<LoadShare> {
+        let (best, tokens) = self.choose_engine(trail, weight, spared, now)?;
+        Some(best.add_prompt(tokens, now))
+    }
+
+    /// Returns the best engine for a prompt of `weight` tokens, and the tokens that it must compute; `None` if no engine is up.
+    pub(super) fn choose_engine(
+        &self,
+        trail: &Trail,
+        weight: u64,
+        spared: Option<&RouteEngine>,
+        now: Instant,
+    ) -> Option<(Arc<RouteEngine>, u64)> {
         let known = self.affinity.known(trail);
         let best =
             self.ranked(trail, weight, spared, now).into_iter().next().filter(|best| best.is_up(now))?;
-        Some(best.add_share(known.remaining_tokens(best.number, weight, trail).max(1), now))
+        let tokens = known.remaining_tokens(best.number, weight, trail).max(1);
+        Some((best, tokens))
+    }
+
+    /// Returns the engines that are up, the best to answer a prompt first, with the tokens of `tokens` that each must compute.
+    pub(super) fn unknown_at_each(
+        &self,
+        trail: &Trail,
+        tokens: u64,
+        now: Instant,
+    ) -> Vec<(Arc<RouteEngine>, u64)> {
+        let known = self.answered.answered(trail);
+        let up = self.ranked(trail, 1, None, now).into_iter().filter(|engine| engine.is_up(now));
+        let unknown = |engine: &RouteEngine| known.remaining_tokens(engine.number, tokens, trail);
+        up.map(|engine| (Arc::clone(&engine), unknown(&engine))).collect()
+    }
+
+    /// Notes an engine as one that has the KV of a prompt.
+    pub(super) fn note_answered(&self, trail: &Trail, engine: &RouteEngine) {
+        self.answered.note_answered(trail, engine.number);
+    }
+
+    /// Returns all engines for a request: the one chosen for its prompt if that is up, then as [`Self::ranked`].
+    pub(super) fn ranked_for(
+        &self,
+        asked: &RouteRequest,
+        spared: Option<&RouteEngine>,
+        now: Instant,
+    ) -> Vec<Arc<RouteEngine>> {
+        let mut ranked = self.ranked(&asked.trail, 1, spared, now);
+        let chosen = asked.alone.and_then(|alone| alone.engine);
+        let is_chosen = |engine: &Arc<RouteEngine>| Some(engine.number) == chosen && engine.is_up(now);
+        if let Some(at) = ranked.iter().position(is_chosen) {
+            ranked[..=at].rotate_right(1);
+        }
+        ranked
+    }
+
+    /// Adds a request to an engine's work.
+    pub(super) fn add_request(
+        &self,
+        engine: &Arc<RouteEngine>,
+        asked: &RouteRequest,
+        now: Instant,
+    ) -> LoadShare {
+        let unknown = |alone: AlonePrompt| {
+            let known = self.answered.answered(&asked.trail);
+            known.remaining_tokens(engine.number, alone.tokens, &asked.trail)
+        };
+        engine.add_request(asked.alone, asked.alone.map_or(0, unknown), now)
     }
 
     /// Notes an engine as one with this prompt, now or soon.
@@ -162,7 +233,7 @@ impl RouteEngines {
         let all = self.all();
         let firsts = all.iter().enumerate();
         let firsts = firsts.filter(|(at, engine)| all[..*at].iter().all(|one| one.address != engine.address));
-        let gather = |engine: &RouteEngine| engine.figures.gather(engine.is_up(now), engine.under_way());
+        let gather = |engine: &RouteEngine| engine.gather(now);
         firsts.flat_map(|(_, engine)| gather(engine)).collect()
     }
 
@@ -271,7 +342,11 @@ mod tests {
 
     /// A prompt of one mark.
     fn trail(hash: u64, is_own: bool) -> Trail {
-        Trail { marks: vec![PromptMark { hash, bytes: 100, is_own }], bytes: 100, ..Trail::default() }
+        Trail {
+            marks: vec![PromptMark { hash, bytes: 100, is_own, is_answer: false }],
+            bytes: 100,
+            ..Trail::default()
+        }
     }
 
     #[test]

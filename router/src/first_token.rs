@@ -104,6 +104,13 @@ pub(super) fn read_first_token(answer: &[u8], request: &Fields, length_max: u64)
     is_taken.then(|| First { event: format!("data: {event}\n\n").into(), ids, left })
 }
 
+/// Returns the count of a prompt's tokens, as an engine's event lists them.
+pub(super) fn count_prompt(answer: &str) -> Option<u64> {
+    let (_, ids) = answer.split_once("\"prompt_token_ids\":[")?;
+    let (ids, _) = ids.split_once(']')?;
+    Some(ids.split(',').filter(|id| !id.is_empty()).count() as u64)
+}
+
 /// The only event of a stream as the first of a longer one. A quotation mark within a text has a backslash
 /// before it, so each name is found among the keys alone.
 fn as_first(line: &str) -> Option<String> {

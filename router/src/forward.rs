@@ -26,6 +26,7 @@ use super::affinity::Trail;
 use super::api::{Api, RequestTarget};
 use super::body::{Fields, Payload, PayloadBody};
 use super::connector::Connector;
+use super::engine_prompts::AlonePrompt;
 use super::first_frames::{self, FirstFrames};
 use super::memory::BodyRoom;
 use super::prompt::{self, Prompt};
@@ -56,6 +57,8 @@ pub(super) struct RouteRequest {
     pub(super) body: Payload,
     /// The hashes that decide the request's engines.
     pub(super) trail: Arc<Trail>,
+    /// The prompt, if a decode engine computes it alone.
+    pub(super) alone: Option<AlonePrompt>,
     pub(super) breaks: Arc<Breaks>,
     pub(super) noted: Arc<Noted>,
     /// The request's room in the memory for bodies, held by each copy of it.
@@ -130,7 +133,7 @@ impl RouteRequest {
         let (method, path, target) = (Method::GET, path.into(), RequestTarget::One);
         let (body, trail, breaks, noted) =
             (Payload::default(), Arc::default(), Arc::default(), Arc::default());
-        Self { method, path, target, headers, body, trail, breaks, noted, _room: None }
+        Self { method, path, target, headers, body, trail, alone: None, breaks, noted, _room: None }
     }
 
     /// Reads the body, and removes the client's own parameters for connectors. Fails with the text for the
@@ -177,9 +180,14 @@ impl RouteRequest {
         }
     }
 
-    /// The same request with another body.
+    /// The same request with another body, of a prompt that another engine computes.
     pub(super) fn with(&self, fields: &Fields) -> Self {
         Self { body: fields.payload(), ..self.clone() }
+    }
+
+    /// The same request with another body, of a prompt that a decode engine computes alone.
+    pub(super) fn with_alone(&self, fields: &Fields, alone: AlonePrompt) -> Self {
+        Self { alone: Some(alone), ..self.with(fields) }
     }
 }
 
@@ -295,6 +303,12 @@ pub(super) fn remove_connection_headers(headers: &mut HeaderMap) {
 impl OpenedAnswer {
     pub(super) fn status(&self) -> StatusCode {
         self.answer.status()
+    }
+
+    /// Returns true if a part of a successful stream is there: its prompt is computed.
+    pub(super) fn is_begun_stream(&self) -> bool {
+        let is_begun = self.status().is_success() && !self.given_up && !self.first_frames.is_empty();
+        is_begun && is_of(self.answer.headers(), EVENTS)
     }
 
     /// The id of the response stored by the engine: the first id in its answer.

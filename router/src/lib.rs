@@ -20,6 +20,7 @@ mod connector;
 mod counted;
 mod counters;
 mod engine;
+mod engine_prompts;
 mod engines;
 mod everywhere;
 mod figures;
@@ -35,7 +36,9 @@ mod memory;
 mod names;
 mod pairing;
 mod passing;
+mod placement;
 mod prompt;
+mod prompt_times;
 mod refresh;
 mod requests;
 mod server;
@@ -124,11 +127,24 @@ pub struct RouteOptions {
     /// Address for clients
     #[arg(long, env = "PILLION_ROUTE_LISTEN", default_value = "0.0.0.0:8000", value_name = "IP:PORT")]
     pub listen: IpPort,
-    /// Least tokens of a prompt for a prefill engine; shorter prompts go to a decode engine alone
+    /// Least tokens for a prefill engine: a decode engine alone gets a prompt of which it has all but fewer tokens
     ///
     /// The router estimates tokens from bytes of text, by the counts in engines' answers.
     #[arg(long, env = "PILLION_MIN_REMOTE_TOKENS", default_value_t = 256, value_name = "TOKENS")]
     pub min_remote_tokens: u64,
+    /// Most of a decode engine's time, in percent, for prompts that it computes beside its answers, since that is sooner than to wait for a
+    /// prefill engine
+    ///
+    /// Gaps between tokens of its answers grow in this share of its time, in any 10 s; by how much, vLLM's --max-num-batched-tokens there
+    /// says. A decode engine without answers may compute any prompt. 0: a decode engine never computes a prompt because of time.
+    #[arg(long, env = "PILLION_DECODE_PROMPT_SHARE", default_value_t = 25, value_parser = clap::value_parser!(u8).range(0..=100), value_name = "PERCENT")]
+    pub decode_prompt_share: u8,
+    /// Wanted time to the first token: a decode engine computes a prompt within --decode-prompt-share only if a prefill engine would
+    /// exceed this time, and be later
+    ///
+    /// Without it, the decode engine computes a prompt if that saves at least the time that it computes.
+    #[arg(long, env = "PILLION_TTFT_TARGET", value_name = "TIME")]
+    pub ttft_target: Option<Time>,
     /// When the decode engine gets the request: prefill-first, once the prompt is computed; at-once, together with the prefill engine;
     /// by-load, together if the router has no other prompt at the prefill engine and this prompt has at most 65,536 tokens
     ///
@@ -301,6 +317,7 @@ impl Router {
             headers,
             body: payload,
             trail,
+            alone: None,
             breaks,
             noted: Arc::clone(&noted),
             _room: room,
@@ -390,7 +407,7 @@ impl Router {
             Ok((opened, share)) => {
                 let given_up = opened.given_up.then(|| Arc::clone(&share.engine));
                 if given_up.is_none() && opened.status().is_success() {
-                    computing.iter().for_each(Computing::answer_began);
+                    computing.iter().for_each(|computing| computing.answer_began(&share.engine, &opened));
                 }
                 (passing::pass_answer(opened, share, computing).await, given_up)
             }
@@ -413,7 +430,7 @@ impl Router {
     ) -> Result<(OpenedAnswer, LoadShare), Response<Answer>> {
         let (mut problems, mut status) = (Vec::new(), StatusCode::BAD_GATEWAY);
         let breaks_max = u32::from(asked.api().is_some());
-        let mut ranked = self.decode.ranked(&asked.trail, 1, spared, Instant::now()).into_iter().peekable();
+        let mut ranked = self.decode.ranked_for(&asked, spared, Instant::now()).into_iter().peekable();
         if ranked.peek().is_none() {
             problems.push(
                 "no name of an engine has an address; the log names those that were not resolved".into(),
@@ -424,7 +441,7 @@ impl Router {
                 problems.push("engines broke off on it, so no other one is asked".into());
                 break;
             }
-            let mut share = engine.add_share(1, Instant::now());
+            let mut share = self.decode.add_request(&engine, &asked, Instant::now());
             asked.noted.notes().decode = Some(engine.address.to_string());
             if !asked.trail.is_bound {
                 self.decode.note_prompt(&asked.trail, &engine, Instant::now());
@@ -437,6 +454,8 @@ impl Router {
             };
             asked.breaks.count_break(&answer);
             share.note_answer(code_of(answer.as_ref().map(OpenedAnswer::status)));
+            let is_shown = answer.as_ref().is_ok_and(OpenedAnswer::is_begun_stream);
+            share.end_prompt(asked.alone, is_shown, self.options.min_remote_tokens);
             let error = match answer {
                 // The engine is up, and its queue is full: vLLM limits it.
                 Ok(opened)
@@ -456,6 +475,9 @@ impl Router {
                 }
                 Ok(opened) => {
                     engine.set_up();
+                    if asked.api().is_some() && opened.status().is_success() && !opened.given_up {
+                        self.decode.note_answered(&asked.trail, &engine);
+                    }
                     if asked.api() == Some(Api::Responses)
                         && let Some(id) = opened.response_id()
                     {

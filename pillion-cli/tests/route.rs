@@ -17,6 +17,8 @@ mod judged;
 mod listed;
 #[path = "route/observed.rs"]
 mod observed;
+#[path = "route/placed.rs"]
+mod placed;
 #[path = "route/tls.rs"]
 mod tls;
 
@@ -26,11 +28,12 @@ use std::net::TcpStream;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread;
 use std::time::Duration;
 
 use client::sidecar::free_port;
-use client::{WATCHDOG, in_time, watch};
-use engine::{Asked, Engine, Manner};
+use client::{WATCHDOG, watch};
+use engine::{Asked, Engine, Manner, ONE_TOKEN};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::{Value, json};
@@ -409,7 +412,7 @@ fn a_prompt_that_was_given_up_is_put_to_two_engines_once_more() {
     // Also for a stream whose first event may not come from another engine.
     let right = Manner::Events(vec!["data: 1\n\n".into()]);
     let decode = Engine::start(Manner::First(Box::new(failed()), Box::new(right)));
-    let router = Router::start(&[&computes().url()], &[&decode.url()], &["--first-token"]);
+    let router = Router::start(&[&computes().url()], &[&decode.url()], &[]);
     assert!(router.raw("POST", "/v1/completions", &stream_of(300).to_string()).contains("data: 1"));
     assert_eq!(router.counter("pillion_route_retries_total"), 1);
     // No third attempt, and no second one after a part of the answer was sent.
@@ -689,28 +692,36 @@ fn it_ends_once_the_last_answer_has() {
     assert!(router.process.wait().unwrap().success());
 }
 
-/// A prefill engine's answer to a stream of one token.
-const ONE_TOKEN: &str = concat!(
-    r#"data: {"id":"cmpl-1","object":"text_completion","created":7,"model":"m","choices":[{"index":0,"text":" a","logprobs":null,"finish_reason":"length","stop_reason":null,"prompt_token_ids":[5,6],"token_ids":[9]}]}"#,
-    "\n\ndata: [DONE]\n\n"
-);
-
 fn stream_of(tokens: u64) -> Value {
     json!({ "prompt": ids(tokens), "max_tokens": 9, "stream": true })
+}
+
+/// Waits until the router knows the terms of its engines, and returns its count of first tokens.
+fn first_tokens_passed(router: &Router) -> u64 {
+    let mut request = stream_of(300);
+    request["model"] = json!(engine::WARM_UP);
+    let first_tokens = || router.counter("pillion_route_first_tokens_total");
+    watch("a first token", || {
+        router.raw("POST", "/v1/completions", &request.to_string());
+        request["prompt"] = json!(ids(300));
+        Some(first_tokens()).filter(|count| *count > 0)
+    })
 }
 
 #[test]
 fn the_first_token_comes_before_the_other_engine_is_heard_of() {
     let (prefill, decode) =
         (Engine::start(Manner::Events(vec![ONE_TOKEN.into()])), Engine::start(Manner::Hang));
-    let router = Router::start(&[&prefill.url()], &[&decode.url()], &["--first-token"]);
-    let (mut stream, rest) = in_time("an engine's length", || first_token_ahead(&router, &decode));
+    let router = Router::start(&[&prefill.url()], &[&decode.url()], &[]);
+    first_tokens_passed(&router);
+    let mut stream = BufReader::new(router.send("POST", "/v1/completions", &stream_of(300).to_string()));
     let mut text = String::new();
     while !text.contains("\n\n\r\n") {
         assert_ne!(std::io::BufRead::read_line(&mut stream, &mut text).unwrap(), 0, "{text}");
     }
     assert!(text.contains("x-engine: it") && !text.contains("keep-alive"), "the engine's headers: {text}");
     assert!(text.contains("\"text\":\" a\"") && text.contains("\"finish_reason\":null"), "{text}");
+    let rest = watch("the rest", || decode.asked().first().map(Asked::json));
     assert_eq!((&rest["prompt"], &rest["max_tokens"]), (&json!([5, 6, 9]), &json!(8)));
     assert_eq!(rest[PARAMS]["pillion"]["tokens"], 2, "the prompt's tokens saved by the other engine");
     assert_eq!(prefill.asked().last().unwrap().json()["return_token_ids"], true);
@@ -718,16 +729,33 @@ fn the_first_token_comes_before_the_other_engine_is_heard_of() {
     watch("its end with the client", || (decode.hung_up() == decode.asked().len()).then_some(()));
 }
 
-/// A request with its first token ahead, and the decode engine's request for the rest; `None` if the engine's
-/// limit was unknown.
-fn first_token_ahead(router: &Router, decode: &Engine) -> Option<(BufReader<TcpStream>, Value)> {
-    let before = decode.asked().len();
-    let stream = router.send("POST", "/v1/completions", &stream_of(300).to_string());
-    let asked = watch("the other request", || decode.asked().get(before).map(Asked::json));
-    if asked["prompt"].as_array().unwrap().len() < 300 {
-        return Some((BufReader::new(stream), asked));
+/// A router whose first tokens all come with the rest, and the requests of its prefill engine.
+fn with_rest(prefill: Manner, decode: Manner, arguments: &[&str]) -> Vec<Asked> {
+    let (prefill, decode) = (Engine::start(prefill), Engine::start(decode));
+    let router = Router::start(&[&prefill.url()], &[&decode.url()], &[FIRST, arguments].concat());
+    for _ in 0..2 {
+        let engines_asked = || prefill.own_asked() >= 2 && decode.own_asked() >= 2;
+        router.raw("POST", "/v1/completions", &stream_of(300).to_string());
+        // The second request comes when the router knows all terms.
+        watch("the terms", || (engines_asked() || !arguments.is_empty()).then_some(()));
+        thread::sleep(Duration::from_millis(200));
     }
-    None
+    assert_eq!(router.counter("pillion_route_first_tokens_total"), 0);
+    prefill.asked()
+}
+
+#[test]
+fn a_first_token_waits_for_the_rest_where_an_engine_counts_it_or_the_operator_says_so() {
+    let computed = || Manner::Json(200, json!({ "choices": [], PARAMS: said() }).to_string());
+    let rest = || Manner::Events(vec!["data: 1\n\n".into()]);
+    for (prefill, decode, arguments) in [
+        (computed(), Manner::Penalizes(Box::new(rest())), &[][..]),
+        (Manner::Penalizes(Box::new(computed())), rest(), &[]),
+        (computed(), rest(), &["--first-token=false"]),
+    ] {
+        let asked = with_rest(prefill, decode, arguments);
+        assert!(asked.len() == 2 && asked.iter().all(|asked| asked.json()["stream"] == false), "{asked:?}");
+    }
 }
 
 #[test]
@@ -737,12 +765,7 @@ fn an_engine_that_does_not_say_its_length_is_named_once_and_waited_for_while_it_
     let (silent, decode) =
         (Engine::start(Manner::Freeze), Engine::start(Manner::Events(vec!["data: 1\n\n".into()])));
     let urls = [decode.url(), silent.url()];
-    let router = Router::logging(
-        &[&prefill.url()],
-        &[&urls[0], &urls[1]],
-        &["--first-token"],
-        File::create(&log).unwrap(),
-    );
+    let router = Router::logging(&[&prefill.url()], &[&urls[0], &urls[1]], &[], File::create(&log).unwrap());
     let ask = || router.raw("POST", "/v1/completions", &stream_of(300).to_string());
     let first_tokens = || router.counter("pillion_route_first_tokens_total");
     watch("the first token of a stream", || {
@@ -758,14 +781,14 @@ fn an_engine_that_does_not_say_its_length_is_named_once_and_waited_for_while_it_
     assert_eq!(naming.count(), 1, "{lines}");
 }
 
-/// The whole stream with its first token ahead, from an engine with this manner; `None` if the engine's limit
-/// was unknown.
-fn with_first_token(manner: Manner) -> Option<(String, Router, Engine)> {
+/// The whole stream with its first token ahead, from an engine with this manner.
+fn with_first_token(manner: Manner) -> (String, Router, Engine) {
     let (prefill, decode) = (Engine::start(Manner::Events(vec![ONE_TOKEN.into()])), Engine::start(manner));
-    let router = Router::start(&[&prefill.url()], &[&decode.url()], &["--first-token"]);
+    let router = Router::start(&[&prefill.url()], &[&decode.url()], &[]);
+    let before = first_tokens_passed(&router);
     let answer = router.raw("POST", "/v1/completions", &stream_of(300).to_string());
-    let is_ahead = router.counter("pillion_route_first_tokens_total") > 0;
-    is_ahead.then(|| (unchunked(&answer), router, decode))
+    assert_eq!(router.counter("pillion_route_first_tokens_total"), before + 1);
+    (unchunked(&answer), router, decode)
 }
 
 #[test]
@@ -774,8 +797,7 @@ fn a_rest_that_was_given_up_is_asked_for_once_more() {
         [Manner::Json(500, "{\"error\": \"e\"}".into()), Manner::Events(vec![ERROR.into(), DONE.into()])];
     for gives_up in gives_up.map(Box::new) {
         let right = Box::new(Manner::Events(vec!["data: 1\n\n".into(), DONE.into()]));
-        let manner = Manner::First(gives_up, right);
-        let (answer, router, decode) = in_time("an engine's length", || with_first_token(manner.clone()));
+        let (answer, router, decode) = with_first_token(Manner::First(gives_up, right));
         assert!(answer.contains(" a") && answer.ends_with("data: 1\n\ndata: [DONE]\n\n"), "{answer}");
         assert!(!answer.contains("error"), "{answer}");
         assert_eq!(router.counter("pillion_route_retries_total"), 1);
@@ -786,16 +808,15 @@ fn a_rest_that_was_given_up_is_asked_for_once_more() {
 
 #[test]
 fn what_goes_wrong_behind_the_first_token_is_an_event() {
-    let fails = Manner::Json(500, "{\"error\": \"e\"}".into());
-    let (answer, router, _decode) = in_time("an engine's length", || with_first_token(fails.clone()));
+    let (answer, router, _decode) = with_first_token(Manner::Json(500, "{\"error\": \"e\"}".into()));
     assert!(answer.contains("data: {\"error\": \"e\"}\n\ndata: [DONE]\n\n"), "{answer}");
     let first_tokens = || router.counter("pillion_route_first_tokens_total");
-    assert_eq!(first_tokens(), 1);
+    let before = first_tokens();
     for (name, value) in [("seed", 3), ("max_tokens", 999)] {
         let mut request = stream_of(300);
         request[name] = json!(value);
         let answer = router.raw("POST", "/v1/completions", &request.to_string());
         assert!(answer.starts_with("HTTP/1.1 500"), "the usual way: {answer}");
     }
-    assert_eq!(first_tokens(), 1);
+    assert_eq!(first_tokens(), before);
 }

@@ -9,6 +9,7 @@ use prometheus::proto::MetricFamily;
 use tokio::time::Instant;
 
 use super::address::EngineAddress;
+use super::answer_terms::AnswerTerms;
 use super::engine_prompts::{AlonePrompt, EnginePrompts};
 use super::figures::{DROPPED, EngineFigures};
 use super::forward::Forwarder;
@@ -22,8 +23,8 @@ pub(super) const DOWN_MAX: Duration = Duration::from_secs(30);
 const UNPROMISED_MAX: Duration = Duration::from_secs(2);
 /// Conversations given to an engine count half after this.
 const RECENT_HALF: Duration = Duration::from_secs(60);
-/// A length is asked for again after this: an engine may be replaced unnoticed between two requests.
-pub(super) const LENGTH_AGE_MAX: Duration = Duration::from_secs(60);
+/// Terms are asked for again after this: an engine may be replaced unnoticed between two requests.
+pub(super) const TERMS_AGE_MAX: Duration = Duration::from_secs(60);
 
 #[derive(Debug)]
 pub(super) struct RouteEngine {
@@ -44,7 +45,7 @@ pub(super) struct RouteEngine {
     /// Count of its last prompts in a row without an answer in time.
     late: AtomicU32,
     down: Mutex<Option<Down>>,
-    length: Mutex<Length>,
+    terms: Mutex<KnownTerms>,
     prompts: Mutex<EnginePrompts>,
     pub(super) figures: EngineFigures,
     /// Time of its last sign of life to a waiting request. All waiting requests share a look.
@@ -60,11 +61,12 @@ struct Down {
     tried: bool,
 }
 
-/// The known limit of tokens of a prompt and its answer.
-#[derive(Copy, Clone, Debug, Default)]
-struct Length {
-    /// The limit since the engine was last down, and its time: the engine may come back with another one.
-    said: Option<(u64, Instant)>,
+/// The known terms of the engine's answers.
+#[derive(Debug, Default)]
+struct KnownTerms {
+    /// The terms since the engine was last down, `None` if no other engine goes on with its answers, and their time: the engine may come
+    /// back with others.
+    said: Option<(Option<Arc<AnswerTerms>>, Instant)>,
     /// True if a question had no answer since the last answered one.
     is_missed: bool,
 }
@@ -123,7 +125,7 @@ impl RouteEngine {
             is_unpromised: AtomicBool::new(false),
             late: AtomicU32::new(0),
             down: Mutex::default(),
-            length: Mutex::default(),
+            terms: Mutex::default(),
             prompts: Mutex::default(),
             seen: Default::default(),
         })
@@ -149,29 +151,35 @@ impl RouteEngine {
         self.down.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn length_known(&self) -> MutexGuard<'_, Length> {
-        self.length.lock().unwrap_or_else(PoisonError::into_inner)
+    fn known_terms(&self) -> MutexGuard<'_, KnownTerms> {
+        self.terms.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the limit of tokens of a prompt and its answer, `None` if unknown since the engine was last down.
-    pub(super) fn length(&self) -> Option<u64> {
-        self.length_known().said.map(|(length, _)| length)
+    /// Returns the terms of its answers, `None` if unknown since the engine was last down.
+    pub(super) fn terms(&self) -> Option<Arc<AnswerTerms>> {
+        self.known_terms().said.as_ref().and_then(|(terms, _)| terms.clone())
     }
 
-    pub(super) fn set_length(&self, length: u64, now: Instant) {
-        *self.length_known() = Length { said: Some((length, now)), is_missed: false };
+    pub(super) fn set_terms(&self, terms: AnswerTerms, now: Instant) {
+        *self.known_terms() = KnownTerms { said: Some((Some(Arc::new(terms)), now)), is_missed: false };
     }
 
-    /// Returns true if its limit must be asked for again.
-    pub(super) fn is_length_due(&self, now: Instant) -> bool {
-        self.length_known().said.is_none_or(|(_, at)| now >= at + LENGTH_AGE_MAX)
+    /// Returns true if its terms must be asked for again.
+    pub(super) fn are_terms_due(&self, now: Instant) -> bool {
+        self.known_terms().said.as_ref().is_none_or(|(_, at)| now >= *at + TERMS_AGE_MAX)
     }
 
-    /// Notes a question for the limit without an answer. Returns true for the first one while the limit is unknown. A known limit stays:
+    /// Notes a question for the terms without an answer. Returns true for the first one while the terms are unknown. Known terms stay:
     /// the question carries a client's token, and the token may be wrong.
-    pub(super) fn is_length_missed_first(&self) -> bool {
-        let mut length = self.length_known();
-        length.said.is_none() && !std::mem::replace(&mut length.is_missed, true)
+    pub(super) fn are_terms_missed_first(&self) -> bool {
+        let mut terms = self.known_terms();
+        terms.said.is_none() && !std::mem::replace(&mut terms.is_missed, true)
+    }
+
+    /// Notes that no other engine goes on with its answers. Returns true the first time.
+    pub(super) fn refuse_terms(&self, now: Instant) -> bool {
+        let before = self.known_terms().said.replace((None, now));
+        before.is_none_or(|(terms, _)| terms.is_some())
     }
 
     /// Returns the time of its last answered prompt, `None` if there is none since it was down.
@@ -213,7 +221,7 @@ impl RouteEngine {
     /// Notes a failure to reach the engine, or its silence.
     pub(super) fn set_down(&self, now: Instant) {
         *self.answered.lock().unwrap_or_else(PoisonError::into_inner) = None;
-        self.length_known().said = None;
+        self.known_terms().said = None;
         let mut down = self.down();
         let pause = match *down {
             None => DOWN,
@@ -245,7 +253,7 @@ impl RouteEngine {
     /// Notes an answer, and forgets earlier failures.
     pub(super) fn set_up(&self) {
         if self.down().take().is_some() {
-            self.length_known().is_missed = false;
+            self.known_terms().is_missed = false;
         }
     }
 

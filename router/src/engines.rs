@@ -7,6 +7,7 @@ use tokio::time::Instant;
 
 use super::address::EngineAddress;
 use super::affinity::{Affinity, Trail};
+use super::answer_terms::AnswerTerms;
 use super::engine::{LoadShare, RouteEngine};
 use super::engine_prompts::AlonePrompt;
 use super::forward::RouteRequest;
@@ -125,18 +126,17 @@ impl RouteEngines {
         self.all().iter().filter(|engine| engine.is_up(now)).count()
     }
 
-    /// Returns the most tokens of a prompt and its answer at any engine that is up; `None` if the limit of
-    /// one is unknown.
-    pub(super) fn length_max(&self, now: Instant) -> Option<u64> {
-        let all = self.all();
-        let up = all.iter().filter(|engine| engine.is_up(now));
-        up.map(|engine| engine.length()).collect::<Option<Vec<_>>>()?.into_iter().min()
+    /// Returns the terms of each engine that is up; `None` if those of one are unknown.
+    pub(super) fn terms(&self, now: Instant) -> Option<Vec<Arc<AnswerTerms>>> {
+        self.all().iter().filter(|engine| engine.is_up(now)).map(|engine| engine.terms()).collect()
     }
 
-    /// Returns the engines that are up and stated no limit lately.
-    pub(super) fn lengths_due(&self, now: Instant) -> Vec<Arc<RouteEngine>> {
-        let due = |engine: &&Arc<RouteEngine>| engine.is_up(now) && engine.is_length_due(now);
-        self.all().iter().filter(due).map(Arc::clone).collect()
+    /// Returns the engines that are up and stated no terms lately, with their role. A prompt tries a prefill engine first.
+    pub(super) fn terms_due(&self, now: Instant) -> Vec<(Arc<RouteEngine>, EngineRole)> {
+        let is_asked = |engine: &RouteEngine| self.role == EngineRole::Decode || !engine.is_trial_due(now);
+        let due =
+            |engine: &&Arc<RouteEngine>| engine.is_up(now) && engine.are_terms_due(now) && is_asked(engine);
+        self.all().iter().filter(due).map(|engine| (Arc::clone(engine), self.role)).collect()
     }
 
     /// Takes the best engine for a prompt of `weight` tokens, with the tokens that it must compute as its
@@ -323,7 +323,7 @@ mod tests {
 
     use super::*;
     use crate::affinity::PromptMark;
-    use crate::engine::{DOWN, DOWN_MAX, LENGTH_AGE_MAX};
+    use crate::engine::{DOWN, DOWN_MAX, TERMS_AGE_MAX};
 
     fn address(port: u16) -> EngineAddress {
         let url = format!("http://engine:{}", 8000 + port).parse().expect("a URL");
@@ -421,28 +421,36 @@ mod tests {
     }
 
     #[test]
-    fn a_length_is_that_of_each_engine_that_is_up_and_said_anew_after_it_was_down() {
+    fn terms_are_those_of_each_engine_that_is_up_and_said_again_after_it_was_down() {
         let (engines, now) = (engines(2), Instant::now());
-        engines.all()[0].set_length(10, now);
-        assert_eq!(engines.length_max(now), None, "the other one has not said its own");
-        engines.all()[1].set_length(20, now);
-        assert_eq!(engines.length_max(now), Some(10));
+        let terms = |length| {
+            let mut terms = AnswerTerms::default();
+            terms.length = length;
+            terms
+        };
+        let lengths = |now| Some(engines.terms(now)?.iter().map(|terms| terms.length).collect::<Vec<_>>());
+        engines.all()[0].set_terms(terms(10), now);
+        assert_eq!(lengths(now), None, "the other one has not said its own");
+        engines.all()[1].set_terms(terms(20), now);
+        assert_eq!(lengths(now), Some(vec![10, 20]));
         engines.all()[0].set_down(now);
-        assert_eq!(engines.length_max(now), Some(20), "an engine that is down is not waited for");
+        assert_eq!(lengths(now), Some(vec![20]), "an engine that is down is not waited for");
         engines.all()[0].set_up();
-        assert_eq!(engines.length_max(now), None, "it may have come back with another one");
-        assert!(engines.all()[0].is_length_missed_first() && !engines.all()[0].is_length_missed_first());
-        engines.all()[0].set_length(5, now);
-        assert_eq!(engines.length_max(now), Some(5));
-        let later = now + LENGTH_AGE_MAX;
-        assert!(engines.lengths_due(later - Duration::from_millis(1)).is_empty());
-        assert_eq!(engines.lengths_due(later).len(), 2);
-        assert_eq!(engines.length_max(later), Some(5), "it holds while the engine is asked again");
-        assert!(!engines.all()[0].is_length_missed_first(), "a client's token may be wrong");
-        assert_eq!(engines.length_max(now), Some(5));
+        assert_eq!(lengths(now), None, "it may have come back with others");
+        assert!(engines.all()[0].are_terms_missed_first() && !engines.all()[0].are_terms_missed_first());
+        engines.all()[0].set_terms(terms(5), now);
+        let later = now + TERMS_AGE_MAX;
+        assert!(engines.terms_due(later - Duration::from_millis(1)).is_empty());
+        assert_eq!(engines.terms_due(later).len(), 2);
+        assert_eq!(lengths(later), Some(vec![5, 20]), "they hold while the engine is asked again");
+        assert!(!engines.all()[0].are_terms_missed_first(), "a client's token may be wrong");
+        assert_eq!(lengths(now), Some(vec![5, 20]));
+        assert!(engines.all()[0].refuse_terms(later) && !engines.all()[0].refuse_terms(later), "named once");
+        assert_eq!(lengths(now), None);
+        assert_eq!(engines.terms_due(later).len(), 1, "it is asked again as late as the other one");
         engines.all()[0].set_down(now);
         engines.all()[0].set_up();
-        assert!(engines.all()[0].is_length_missed_first(), "it is named once more after it was down");
+        assert!(engines.all()[0].are_terms_missed_first(), "it is named once more after it was down");
     }
 
     #[test]

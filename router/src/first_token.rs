@@ -14,9 +14,19 @@ use super::prompt::Prompt;
 use super::requests;
 
 /// Fields of a request that let a second engine go on as the first would: each token depends on the tokens
-/// before it alone.
-const FREE: [&str; 9] =
-    ["model", "prompt", "max_tokens", "stream", "temperature", "top_p", "top_k", "min_p", "ignore_eos"];
+/// before it alone, also those of the prompt.
+const FREE: [&str; 10] = [
+    "model",
+    "prompt",
+    "max_tokens",
+    "stream",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "ignore_eos",
+];
 /// The keys of the first event, and of its one choice, in the answer of an engine after one token.
 const EVENT: [&str; 5] = ["id", "object", "created", "model", "choices"];
 const CHOICE: [&str; 7] =
@@ -55,6 +65,8 @@ struct Choice {
 pub(super) fn may_be_split(request: &Fields, prompt: &Prompt) -> bool {
     let is_said = |name: &str, value: &Value| match name {
         "n" => *value != json!(1),
+        // The engines' own defaults are neutral, too.
+        "presence_penalty" | "frequency_penalty" => !value.is_null() && value.as_f64() != Some(0.0),
         "stream_options" => value.as_object().is_none_or(|options| options.values().any(is_set)),
         _ => is_set(value),
     };
@@ -102,6 +114,34 @@ pub(super) fn read_first_token(answer: &[u8], request: &Fields, length_max: u64)
     let ids = [choice.prompt_token_ids, choice.token_ids].concat();
     let is_taken = left.saturating_add(ids.len() as u64) <= length_max;
     is_taken.then(|| First { event: format!("data: {event}\n\n").into(), ids, left })
+}
+
+/// Returns the form of a stream's events, by an engine's answer of one token: its only event as the first of a longer stream, without
+/// values.
+pub(super) fn read_form(answer: &str) -> Option<String> {
+    let event = answer.strip_suffix(DONE)?.strip_prefix("data: ")?.strip_suffix("\n\n")?;
+    let (line, mut form) = (as_first(event)?, String::new());
+    let mut rest = line.as_str();
+    while let Some(begin) = rest.find(|sign: char| sign == '"' || sign.is_ascii_digit()) {
+        form.push_str(&rest[..begin]);
+        rest = &rest[begin..];
+        let Some(text) = rest.strip_prefix('"') else {
+            form.push('0');
+            rest = rest.trim_start_matches(|sign: char| sign.is_ascii_digit());
+            continue;
+        };
+        let mut is_escaped = false;
+        let ends = |sign: char| {
+            let was_escaped = is_escaped;
+            is_escaped = sign == '\\' && !was_escaped;
+            sign == '"' && !was_escaped
+        };
+        let end = text.find(ends)?;
+        let is_key = text[end + 1..].starts_with(':');
+        form.push_str(if is_key { &text[..end] } else { "\"" });
+        rest = &text[end + 1..];
+    }
+    Some(form + rest)
 }
 
 /// Returns the count of a prompt's tokens, as an engine's event lists them.
@@ -216,14 +256,14 @@ mod tests {
         };
         let same = json!({
             "n": 1, "seed": null, "stop": [], "echo": false, "logprobs": null, "stream_options": { "include_usage": false },
-            "top_k": 3, "ignore_eos": true, "prompt": [1, 2],
+            "top_k": 3, "ignore_eos": true, "prompt": [1, 2], "repetition_penalty": 1.1, "presence_penalty": 0, "frequency_penalty": 0.0,
         });
         for (name, value) in same.as_object().expect("an object") {
             assert!(with(name, value), "{name}");
         }
         let others = json!({
             "n": 2, "seed": 0, "stop": ["a"], "echo": true, "logprobs": 0, "stream_options": { "include_usage": true },
-            "presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1, "min_tokens": 3, "max_tokens": 1,
+            "presence_penalty": 0.5, "frequency_penalty": 0.5, "min_tokens": 3, "max_tokens": 1,
             "return_token_ids": true, "response_format": { "type": "json_object" }, "structured_outputs": {}, "stream": false,
             "suffix": "a", "prompt": ["a", "b"], "logit_bias": { "5": 1 }, "skip_special_tokens": true, "bad_words": ["a"],
             "truncate_prompt_tokens": 3, "what_comes_next": 0,

@@ -11,13 +11,14 @@ use http_body_util::combinators::UnsyncBoxBody;
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::{Body, Bytes, Frame, Incoming};
 use hyper::header::{
-    CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, HOST, HeaderMap, HeaderName, LOCATION, TE, TRAILER,
-    TRANSFER_ENCODING, UPGRADE,
+    CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, HOST, HeaderMap, HeaderName, HeaderValue, LOCATION, TE,
+    TRAILER, TRANSFER_ENCODING, UPGRADE,
 };
 use hyper::http::response;
 use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::client::legacy::Client;
 use hyper_util::rt::TokioExecutor;
+use serde_json::Value;
 use serde_json::value::RawValue;
 
 use super::access::Noted;
@@ -134,6 +135,13 @@ impl RouteRequest {
         let (body, trail, breaks, noted) =
             (Payload::default(), Arc::default(), Arc::default(), Arc::default());
         Self { method, path, target, headers, body, trail, alone: None, breaks, noted, _room: None }
+    }
+
+    /// The router's own prompt for an engine.
+    pub(super) fn own_prompt(path: &str, mut headers: HeaderMap, body: &Value) -> Self {
+        headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+        let body = Payload::from(vec![Bytes::from(body.to_string())]);
+        Self { method: Method::POST, body, ..Self::page(path, headers) }
     }
 
     /// Reads the body, and removes the client's own parameters for connectors. Fails with the text for the

@@ -13,6 +13,7 @@
 mod access;
 mod address;
 mod affinity;
+mod answer_terms;
 mod api;
 mod body;
 mod computing;
@@ -30,7 +31,6 @@ mod forward;
 pub mod fuzzed;
 mod handed_over;
 mod intake;
-mod length;
 mod listed;
 mod memory;
 mod names;
@@ -42,6 +42,7 @@ mod prompt_times;
 mod refresh;
 mod requests;
 mod server;
+mod terms;
 mod tls;
 mod tokens;
 mod usage;
@@ -71,11 +72,11 @@ use self::engine::{LoadShare, RouteEngine};
 use self::engines::{EngineRole, RouteEngines};
 use self::forward::{Answer, ForwardError, OpenedAnswer, RouteRequest};
 use self::intake::UnreadBody;
-use self::length::Lengths;
 use self::memory::BodyMemory;
 use self::prompt::Whole;
 pub use self::server::serve_router;
 use self::server::{make_answer, make_failure};
+use self::terms::TermsAsked;
 use self::tls::RouteTls;
 use self::tokens::TokenBytes;
 use sidecar::config::{IpPort, LogFormat, Severity, Size, Time};
@@ -152,12 +153,12 @@ pub struct RouteOptions {
     /// itself. Use prefill-first if prompts take longer.
     #[arg(long, env = "PILLION_ORDER", value_enum, default_value_t = AskOrder::ByLoad, value_name = "by-load|prefill-first|at-once")]
     pub order: AskOrder,
-    /// Stream the prefill engine's first token as soon as the prompt is computed, if the stream stays equal to that of one engine
+    /// Stream the prefill engine's first token as soon as the prompt is computed, where the stream stays equal to that of one engine
     ///
     /// The decode engine continues behind that token. For streams of /v1/completions with the fields that docs/prefill-decode.md lists, with
-    /// any --order. Not for engines with a default presence_penalty or frequency_penalty (generation_config.json,
-    /// --override-generation-config), or with logits processors that read an answer's tokens: the decode engine would not count the first one.
-    #[arg(long, env = "PILLION_FIRST_TOKEN", num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value_t = false, value_name = "true|false")]
+    /// any --order, if all engines state equal sampling without default penalties of an answer's tokens: the router asks each of them for one
+    /// token, twice a minute at most.
+    #[arg(long, env = "PILLION_FIRST_TOKEN", num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value_t = true, action = clap::ArgAction::Set, value_name = "true|false")]
     pub first_token: bool,
     /// Time after which the decode engine computes a prompt that the prefill engine has not computed
     #[arg(long, env = "PILLION_PREFILL_TIMEOUT", default_value = "60s", value_name = "TIME")]
@@ -221,7 +222,7 @@ struct Router {
     tls: RouteTls,
     counters: RouteCounters,
     access: Option<AccessLog>,
-    lengths: Lengths,
+    terms: TermsAsked,
     token_bytes: TokenBytes,
     memory: Arc<BodyMemory>,
     /// Long bodies are read one by one: the reader of a body may copy its longest name.
@@ -239,7 +240,7 @@ impl Router {
         let tls = RouteTls::from_options(&options).map_err(anyhow::Error::msg)?;
         let engines = |role| RouteEngines::new(role, tls.engines.clone());
         let (prefill, decode) = (engines(EngineRole::Prefill), engines(EngineRole::Decode));
-        let (lengths, token_bytes) = (Lengths::default(), TokenBytes::default());
+        let (terms, token_bytes) = (TermsAsked::default(), TokenBytes::default());
         let (memory, long_bodies) = (BodyMemory::new(options.request_memory.as_bytes()), Semaphore::new(1));
         let (counters, refusal_logged) = (RouteCounters::new()?, Mutex::default());
         let started = options
@@ -253,7 +254,7 @@ impl Router {
             tls,
             counters,
             access,
-            lengths,
+            terms,
             token_bytes,
             memory,
             long_bodies,

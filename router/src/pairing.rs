@@ -37,7 +37,8 @@ impl Router {
         let (tokens, fields) = (self.token_bytes.tokens(&prompt.prompt.sizes()), &prompt.fields);
         let begins = self.options.first_token
             && prompt.api == Api::Completions
-            && first_token::may_be_split(fields, &prompt.prompt);
+            && first_token::may_be_split(fields, &prompt.prompt)
+            && self.length_of_all(asked).is_some();
         let token_request = first_token::make_token_request(fields).ok().filter(|_| begins);
         let share = match self.choose_way(asked, prompt, tokens, token_request.is_some()) {
             Ok(share) => share,
@@ -73,6 +74,17 @@ impl Router {
         // By load, the second attempt is computed first.
         let at_once = self.options.order == AskOrder::AtOnce;
         self.pair(share, tokens, at_once, Some(&decode), asked, prompt).await.0
+    }
+
+    /// Returns the most tokens of a prompt and its answer at every engine that is up, if each of them goes on with the answers of all others
+    /// as with its own. Engines that stated no terms lately are asked.
+    fn length_of_all(&self, asked: &RouteRequest) -> Option<u64> {
+        self.terms.ask_engines([&self.prefill, &self.decode], &asked.headers);
+        let now = Instant::now();
+        let (prefill, decode) = (self.prefill.terms(now)?, self.decode.terms(now)?);
+        let first = decode.first()?;
+        let are_alike = prefill.iter().chain(&decode).all(|terms| terms.is_like(first));
+        decode.iter().map(|terms| terms.length).min().filter(|_| are_alike)
     }
 
     /// Takes a prefill engine for a prompt; without one, returns the reason for a decode engine alone. The client of a prompt with
@@ -286,7 +298,6 @@ impl Router {
         prompt: &PromptAsked,
         prefill: &Fields,
     ) -> Result<Response<Answer>, (Response<Answer>, Option<Arc<RouteEngine>>)> {
-        self.lengths.ask_lengths(&self.decode, &asked.headers);
         let (engine, fields, sizes) = (Arc::clone(&share.engine), &prompt.fields, prompt.prompt.sizes());
         let computing = Computing::ask_engine(Arc::clone(&self), share, asked.with(prefill), sizes, true);
         let waiting = || asked.with(&requests::make_decode(fields, requests::make_params(None)));
@@ -303,7 +314,7 @@ impl Router {
         };
         let (head, answer) = answer.into_parts();
         // A decode engine refuses too long a prompt before the first event.
-        let length_max = self.decode.length_max(Instant::now()).unwrap_or(0);
+        let length_max = self.length_of_all(asked).unwrap_or(0);
         let Some(first) = first_token::read_first_token(&answer, fields, length_max) else {
             return Err(self.open_answer(None, waiting(), Some(computing)).await);
         };

@@ -807,6 +807,21 @@ fn a_rest_that_was_given_up_is_asked_for_once_more() {
 }
 
 #[test]
+fn usage_counts_a_first_token_as_one_of_the_answer() {
+    let usage = |prompt, answer| json!({ "choices": [], "usage": { "prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": 10 } });
+    let rest = vec!["data: 1\n\n".to_owned(), format!("data: {}\n\n", usage(3, 7)), DONE.into()];
+    let prefill = Engine::start(Manner::Events(vec![engine::one_token_with_usage()]));
+    let decode = Engine::start(Manner::Events(rest));
+    let router = Router::start(&[&prefill.url()], &[&decode.url()], &[]);
+    let before = first_tokens_passed(&router);
+    let mut request = stream_of(300);
+    request["stream_options"] = json!({ "include_usage": true });
+    let answer = unchunked(&router.raw("POST", "/v1/completions", &request.to_string()));
+    assert_eq!(router.counter("pillion_route_first_tokens_total"), before + 1);
+    assert!(answer.contains(&usage(2, 8).to_string()) && answer.matches("usage").count() == 1, "{answer}");
+}
+
+#[test]
 fn what_goes_wrong_behind_the_first_token_is_an_event() {
     let (answer, router, _decode) = with_first_token(Manner::Json(500, "{\"error\": \"e\"}".into()));
     assert!(answer.contains("data: {\"error\": \"e\"}\n\ndata: [DONE]\n\n"), "{answer}");

@@ -20,7 +20,7 @@ pub(super) struct AnswerTerms {
     form: String,
 }
 
-/// The part of an engine's parameters about sampling, as Pillion's connector states it.
+/// The text within an engine's parameters about sampling, as Pillion's connector states it.
 #[derive(Deserialize)]
 struct StatedSampling {
     defaults: serde_json::Map<String, Value>,
@@ -49,7 +49,12 @@ pub(super) fn make_questions(model: &str) -> [Value; 2] {
     };
     let mut params = requests::make_prefill_params();
     params["pillion"] = json!({ "sampling": true });
-    [with(json!({ PARAMS: params })), with(json!({ "stream": true, "return_token_ids": true }))]
+    [
+        with(json!({ PARAMS: params })),
+        with(
+            json!({ "stream": true, "return_token_ids": true, "stream_options": { "include_usage": true } }),
+        ),
+    ]
 }
 
 // === impl AnswerTerms ===
@@ -58,7 +63,8 @@ impl AnswerTerms {
     /// Reads the answers to [`make_questions`]. Fails with the reason why no other engine may go on with answers.
     pub(super) fn read(length: u64, whole: &[u8], stream: &[u8]) -> Result<Self, String> {
         let whole: Value = serde_json::from_slice(whole).unwrap_or_default();
-        let stated = StatedSampling::deserialize(&whole[PARAMS]["pillion"]["sampling"]).map_err(
+        let stated = whole[PARAMS]["pillion"]["sampling"].as_str().unwrap_or_default();
+        let stated: StatedSampling = serde_json::from_str(stated).map_err(
             |_| "its connector does not state the sampling: it is older, or vLLM has others beside it",
         )?;
         let penalty = PENALTIES.iter().find(|name| !is_neutral(stated.defaults.get(**name), 0.0));
@@ -93,11 +99,13 @@ mod tests {
 
     const STREAM: &str = concat!(
         r#"data: {"id":"cmpl-1","object":"text_completion","created":7,"model":"m","choices":[{"index":0,"text":"","logprobs":null,"finish_reason":"length","stop_reason":null,"prompt_token_ids":[0],"token_ids":[9]}]}"#,
+        "\n\n",
+        r#"data: {"id":"cmpl-1","object":"text_completion","created":7,"model":"m","choices":[],"usage":{"prompt_tokens":1,"total_tokens":2,"completion_tokens":1},"system_fingerprint":"vllm-0.32"}"#,
         "\n\ndata: [DONE]\n\n"
     );
 
     fn read(sampling: &Value, stream: &str) -> Result<AnswerTerms, String> {
-        let whole = json!({ "choices": [], PARAMS: { "pillion": { "tokens": 0, "sampling": sampling } } });
+        let whole = json!({ "choices": [], PARAMS: { "pillion": { "tokens": 0, "sampling": sampling.to_string() } } });
         AnswerTerms::read(1000, whole.to_string().as_bytes(), stream.as_bytes())
     }
 

@@ -239,9 +239,10 @@ impl Router {
         })?;
         let (said, at) = (str::from_utf8(answer.body()).unwrap_or_default(), Instant::now());
         if is_stream {
-            let usage = Usage { prompt_tokens: first_token::count_prompt(said), cached_tokens: None };
+            let cached_tokens = Usage::of_events(said).cached_tokens;
+            let usage = Usage { prompt_tokens: first_token::count_prompt(said), cached_tokens };
             self.learn_prompt(&share, &sizes, usage);
-            return Ok(Computed { answer, params: Bytes::new(), usage: Usage::default(), at });
+            return Ok(Computed { answer, params: Bytes::new(), usage, at });
         }
         let params = find_entry(said, PARAMS).filter(|params| params.starts_with('{'));
         let usage = Usage::of_answer(said, params);

@@ -60,10 +60,19 @@ pub(super) struct RouteRequest {
     pub(super) trail: Arc<Trail>,
     /// The prompt, if a decode engine computes it alone.
     pub(super) alone: Option<AlonePrompt>,
+    /// The token of the answer that the client has from another engine.
+    pub(super) passed: Option<PassedToken>,
     pub(super) breaks: Arc<Breaks>,
     pub(super) noted: Arc<Noted>,
     /// The request's room in the memory for bodies, held by each copy of it.
     pub(super) _room: Option<Arc<BodyRoom>>,
+}
+
+/// The first token of an answer, passed on before the rest is asked for: the last one of that request's prompt.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(super) struct PassedToken {
+    /// Cached tokens of the prompt, as the engine of the token stated them.
+    pub(super) cached: Option<u64>,
 }
 
 /// A request, and for a prompt to two engines its parsed body.
@@ -134,7 +143,19 @@ impl RouteRequest {
         let (method, path, target) = (Method::GET, path.into(), RequestTarget::One);
         let (body, trail, breaks, noted) =
             (Payload::default(), Arc::default(), Arc::default(), Arc::default());
-        Self { method, path, target, headers, body, trail, alone: None, breaks, noted, _room: None }
+        Self {
+            method,
+            path,
+            target,
+            headers,
+            body,
+            trail,
+            alone: None,
+            passed: None,
+            breaks,
+            noted,
+            _room: None,
+        }
     }
 
     /// The router's own prompt for an engine.

@@ -35,6 +35,7 @@ pub fn read_request(path: &str, body: &[u8]) -> Option<[Value; 2]> {
         body: payload,
         trail,
         alone: None,
+        passed: None,
         breaks,
         noted,
         _room: None,

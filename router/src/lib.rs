@@ -319,6 +319,7 @@ impl Router {
             body: payload,
             trail,
             alone: None,
+            passed: None,
             breaks,
             noted: Arc::clone(&noted),
             _room: room,
@@ -404,13 +405,14 @@ impl Router {
         asked: RouteRequest,
         computing: Option<Computing>,
     ) -> (Response<Answer>, Option<Arc<RouteEngine>>) {
+        let passed = asked.passed;
         match self.send_to_engine(spared, asked).await {
             Ok((opened, share)) => {
                 let given_up = opened.given_up.then(|| Arc::clone(&share.engine));
                 if given_up.is_none() && opened.status().is_success() {
                     computing.iter().for_each(|computing| computing.answer_began(&share.engine, &opened));
                 }
-                (passing::pass_answer(opened, share, computing).await, given_up)
+                (passing::pass_answer(opened, share, computing, passed).await, given_up)
             }
             Err(failure) => (failure, None),
         }

@@ -322,7 +322,8 @@ impl Router {
         let (asked, fields) = (asked.clone(), fields.clone());
         // The event goes out before the decode engine is asked.
         Ok(continue_stream(head, first.event.clone(), async move {
-            let asked = asked.with(&first.remaining_request(&fields));
+            let passed = Some(first.passed);
+            let asked = RouteRequest { passed, ..asked.with(&first.remaining_request(&fields)) };
             let (answer, given_up) = self.open_answer(None, asked.clone(), Some(computing)).await;
             let Some(decode) = given_up.filter(|_| asked.breaks.break_count() == 0) else { return answer };
             // The client has no byte of the rest yet, and the prefill engine's KV is still kept.

@@ -49,6 +49,13 @@ pub(crate) const ONE_TOKEN: &str = concat!(
     r#"data: {"id":"cmpl-1","object":"text_completion","created":7,"model":"m","choices":[{"index":0,"text":" a","logprobs":null,"finish_reason":"length","stop_reason":null,"prompt_token_ids":[5,6],"token_ids":[9]}]}"#,
     "\n\ndata: [DONE]\n\n"
 );
+/// The same, with usage.
+pub(crate) fn one_token_with_usage() -> String {
+    let usage = json!({ "prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3 });
+    let event = json!({ "id": "cmpl-1", "object": "text_completion", "created": 7, "model": "m", "choices": [], "usage": usage });
+    ONE_TOKEN.replace("data: [DONE]", &format!("data: {event}\n\ndata: [DONE]"))
+}
+
 /// The model of prompts that every engine answers as streams, and that no test counts.
 pub(crate) const WARM_UP: &str = "warm-up";
 /// The adapter in a request.
@@ -255,9 +262,10 @@ fn own_question_answered(
     let said = if asked.line.starts_with("GET /v1/models ") {
         r#"{"data": [{"id": "m", "max_model_len": 1000}]}"#.to_owned()
     } else if asked.body.contains("\"stream\":true") {
-        ONE_TOKEN.to_owned()
+        one_token_with_usage()
     } else {
-        json!({ "choices": [], "kv_transfer_params": { "pillion": { "sampling": sampling } } }).to_string()
+        json!({ "choices": [], "kv_transfer_params": { "pillion": { "sampling": sampling.to_string() } } })
+            .to_string()
     };
     let head = format!("HTTP/1.1 200 OK\r\ncontent-length: {}\r\n\r\n", said.len());
     let _ = stream.write_all((head + &said).as_bytes());

@@ -122,7 +122,7 @@ impl Computing {
         if opened.is_begun_stream()
             && let Some(Ok(computed)) = self.outcome.borrow().as_deref()
         {
-            engine.prompts().hand_over.learn(computed.at.elapsed());
+            engine.prompts().hand_over.add_time(computed.at.elapsed());
         }
     }
 
@@ -265,7 +265,7 @@ impl Router {
             (Some(tokens), None) => (prompt.tokens() as f64 * tokens as f64 / expected.max(1) as f64) as u64,
             (None, _) => prompt.tokens(),
         };
-        prompt.learn(computed);
+        prompt.learn_time(computed);
         stated.into_iter().for_each(|tokens| self.token_bytes.learn(sizes, tokens));
     }
 }

@@ -1,4 +1,4 @@
-//! A stream of events, with the cached tokens of another engine in place of those it states, and with tokens that another engine answered.
+//! A stream of events, with the cached tokens and the first token of another engine in its usage.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
@@ -10,12 +10,12 @@ use super::usage::{self, Usage};
 /// A longer event is passed on unchanged.
 const EVENT_BYTES_MAX: usize = 1 << 20;
 
-/// A body with changed numbers in events that state them, and with all other events byte for byte.
+/// A body with changed numbers in events with usage, and with all other events byte for byte.
 pub(super) struct Counted<B, F> {
     body: B,
     /// The beginning of an unfinished event.
     held: Vec<u8>,
-    /// Events that state changed numbers, until the right ones are known.
+    /// Events with numbers to change, until the right ones are known.
     waiting: Vec<u8>,
     cached: Cached,
     /// Tokens of the answer from another engine: the prompt of this stream's engine ends with them.

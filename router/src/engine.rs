@@ -301,12 +301,8 @@ impl RouteEngine {
 
     /// The metrics of the engine, as it is now.
     pub(super) fn gather(&self, now: Instant) -> Vec<MetricFamily> {
-        let mut prompts = self.prompts();
-        self.figures.show_prompts(
-            prompts.times.open_tokens(now) as u64,
-            prompts.times.tokens_per_second(),
-            prompts.hand_over.seconds(),
-        );
+        let prompts = self.prompts();
+        self.figures.show_times(prompts.times.tokens_per_second(), prompts.hand_over.seconds());
         drop(prompts);
         self.figures.gather(self.is_up(now), self.under_way())
     }
@@ -371,7 +367,7 @@ impl LoadShare {
             let (unknown, now) = (prompt.tokens(), Instant::now());
             self.engine.prompts().judge_held(alone.tokens, unknown, self.begin.elapsed(), now);
         } else if is_shown && prompt.tokens() >= tokens_min {
-            prompt.learn(prompt.tokens());
+            prompt.learn_time(prompt.tokens());
         }
     }
 
@@ -387,8 +383,8 @@ impl LoadShare {
 
 impl PromptShare {
     /// Learns from the prompt, computed until now, of so many tokens.
-    pub(super) fn learn(&self, tokens: u64) {
-        self.engine.prompts().times.learn(self.begun, tokens, Instant::now());
+    pub(super) fn learn_time(&self, tokens: u64) {
+        self.engine.prompts().times.learn_time(self.begun, tokens, Instant::now());
     }
 
     /// Returns the tokens to compute, as they were expected.

@@ -1,4 +1,4 @@
-//! The router's knowledge of the prompts at one engine: their times, its budget for them, its hand-overs, and the prompts that it has lost.
+//! The router's knowledge of the prompts at one engine: their times, its budget for them, its hand-overs, and lost prompts.
 //! No I/O.
 
 use std::time::Duration;
@@ -9,7 +9,7 @@ use super::body::Fields;
 use super::placement::{DecodeOffer, TimeBudget};
 use super::prompt_times::{MeanTime, PromptTimes, TimeLine};
 
-/// After a prompt that an engine did not have any more, none is expected there for this long; twice as long after each further one.
+/// After a lost prompt no prompt is expected at its engine for this long; twice as long after each further one.
 const LOST_PAUSE: Duration = Duration::from_secs(1);
 const LOST_PAUSE_MAX: Duration = Duration::from_secs(60);
 
@@ -22,14 +22,14 @@ pub(super) struct EnginePrompts {
     lost: LostPrompts,
 }
 
-/// The prompts in a row that an engine should have had, and computed.
+/// The prompts in a row expected at the engine, and computed there.
 #[derive(Copy, Clone, Debug, Default)]
 struct LostPrompts {
     until: Option<Instant>,
     pause: Duration,
 }
 
-/// A prompt that a decode engine computes alone.
+/// A prompt of a decode engine alone.
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
 pub(super) struct AlonePrompt {
     /// Tokens of the whole prompt.
@@ -54,8 +54,8 @@ impl AlonePrompt {
 // === impl EnginePrompts ===
 
 impl EnginePrompts {
-    /// Returns the offer to compute a prompt alone, `None` without known times; `line` is of an engine with answers. An engine that
-    /// `is_idle` has no answers to lengthen.
+    /// Returns the offer to compute a prompt alone, `None` without known times; `line` is of an engine with answers. With
+    /// `is_idle` the engine has no answers to lengthen.
     pub(super) fn offer_prompt(
         &mut self,
         tokens: u64,
@@ -69,13 +69,13 @@ impl EnginePrompts {
         Some(DecodeOffer { expected, has_room })
     }
 
-    /// Returns true if the engine is expected to have what it had.
+    /// Returns true if the engine is expected to have its earlier prompts.
     pub(super) fn is_trusted(&self, now: Instant) -> bool {
         self.lost.until.is_none_or(|until| until <= now)
     }
 
-    /// Judges a prompt that should have been there by its time: one of all tokens, or of half of the known ones, was lost. Without known
-    /// times nothing is judged.
+    /// Judges a prompt expected there by its time: it was lost if half of its known tokens take no longer. Without known times nothing is
+    /// judged.
     pub(super) fn judge_held(&mut self, whole: u64, unknown: u64, took: Duration, now: Instant) {
         let computed = unknown + whole.saturating_sub(unknown) / 2;
         let Some(expected) = self.times.expect_prompt(computed, None, now) else { return };
@@ -99,7 +99,7 @@ mod tests {
         prompts.judge_held(8000, 100, after(9.0), now);
         assert!(prompts.is_trusted(now), "its times are not known");
         let begun = prompts.times.begin_prompt(4000, None, now);
-        prompts.times.learn(begun, 4000, now + after(0.1));
+        prompts.times.learn_time(begun, 4000, now + after(0.1));
         prompts.times.end_prompt(begun, now);
         // Half of the known tokens and the new ones take .101 s.
         prompts.judge_held(8000, 100, after(0.09), now);

@@ -36,7 +36,6 @@ pub(super) struct EngineFigures {
     /// Prompts of the engine, put to engines once more.
     pub(super) retries: IntCounter,
     hand_overs: IntCounterVec,
-    prompt_tokens: IntGauge,
     speed: IntGauge,
     hand_over: Gauge,
     /// Tokens of prompts that it computed alone by the placement.
@@ -76,14 +75,13 @@ impl EngineFigures {
         let results = HandedOver::ALL.map(HandedOver::name);
         let hand_overs =
             counters_of(&registry, "route_engine_handovers_total", hand_overs, "result", &results)?;
-        let prompt_tokens = "Tokens of prompts that the engine has still to compute, of this router and by its estimate; those of prompts handed over count at the engine that computes them.";
-        let prompt_tokens = register_gauge(&registry, "route_engine_prompt_tokens", prompt_tokens)?;
-        let speed = "Prompt tokens a second, learned from the engine's fastest answers; 0: not known.";
+        let speed = "Prompt tokens a second of the engine's fastest answers; 0: unknown.";
         let speed = register_gauge(&registry, "route_engine_prefill_tokens_per_second", speed)?;
-        let text = "Mean time of the last hand-overs, from the prefill engine's answer to the decode engine's first token; 0: not known.";
+        let text = "Mean time from a prefill engine's answer to the first token of a hand-over; 0: unknown.";
         let hand_over = Gauge::new("pillion_route_engine_handover_seconds", text)?;
         let hand_over = register_metric(&registry, hand_over)?;
-        let alone_tokens = "Tokens of prompts that the decode engine computed alone, since it was sooner or for --ttft-target.";
+        let alone_tokens =
+            "Tokens of prompts that the engine computed alone, as sooner or for --ttft-target.";
         let alone_tokens = register_counter(&registry, "route_engine_alone_tokens_total", alone_tokens)?;
         Ok(Self {
             registry,
@@ -95,7 +93,6 @@ impl EngineFigures {
             whole,
             retries,
             hand_overs,
-            prompt_tokens,
             speed,
             hand_over,
             alone_tokens,
@@ -125,9 +122,8 @@ impl EngineFigures {
         self.hand_overs.with_label_values(&[result.name()]).inc();
     }
 
-    /// Sets what is known about prompts.
-    pub(super) fn show_prompts(&self, tokens: u64, speed: Option<f64>, hand_over: Option<f64>) {
-        show_gauge(&self.prompt_tokens, tokens);
+    /// Sets the learned times.
+    pub(super) fn show_times(&self, speed: Option<f64>, hand_over: Option<f64>) {
         show_gauge(&self.speed, speed.unwrap_or(0.0) as u64);
         self.hand_over.set(hand_over.unwrap_or(0.0));
     }

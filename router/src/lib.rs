@@ -116,13 +116,12 @@ pub struct RouteOptions {
     pub decode: Vec<EngineUrl>,
     /// A TOML file with both lists, prefill = ["URL"] and decode = ["URL"], instead of --prefill and --decode
     ///
-    /// The router reads the file again at each --refresh-interval, and on SIGHUP. A malformed file changes nothing, and the log names the
-    /// line.
+    /// The router reads it again at each --refresh-interval, and on SIGHUP. A malformed file changes nothing; the log names the line.
     #[arg(long, env = "PILLION_ENGINES", value_name = "FILE")]
     pub engines: Option<PathBuf>,
     /// Time between two lookups of engines' names, and two reads of --engines and of TLS files; SIGHUP starts both at once
     ///
-    /// 1s or more. A failed lookup keeps the engines of a name. An engine that left the list gets no more requests, and finishes its own.
+    /// 1s or more. A failed lookup keeps the engines of a name. An engine that left finishes its requests.
     #[arg(long, env = "PILLION_REFRESH_INTERVAL", default_value = "10s", value_name = "TIME")]
     pub refresh_interval: Time,
     /// Address for clients
@@ -133,31 +132,25 @@ pub struct RouteOptions {
     /// The router estimates tokens from bytes of text, by the counts in engines' answers.
     #[arg(long, env = "PILLION_MIN_REMOTE_TOKENS", default_value_t = 256, value_name = "TOKENS")]
     pub min_remote_tokens: u64,
-    /// Most of a decode engine's time, in percent, for prompts that it computes beside its answers, since that is sooner than to wait for a
-    /// prefill engine
+    /// Most of a decode engine's time, in percent of any 10 s, for prompts that would wait longer for a prefill engine
     ///
-    /// Gaps between tokens of its answers grow in this share of its time, in any 10 s; by how much, vLLM's --max-num-batched-tokens there
-    /// says. A decode engine without answers may compute any prompt. 0: a decode engine never computes a prompt because of time.
+    /// Gaps between tokens of its answers grow meanwhile. Without answers it may spend any time. 0: none.
     #[arg(long, env = "PILLION_DECODE_PROMPT_SHARE", default_value_t = 25, value_parser = clap::value_parser!(u8).range(0..=100), value_name = "PERCENT")]
     pub decode_prompt_share: u8,
-    /// Wanted time to the first token: a decode engine computes a prompt within --decode-prompt-share only if a prefill engine would
-    /// exceed this time, and be later
+    /// Wanted time to the first token: a decode engine computes a prompt alone only if a prefill engine would exceed it, and be later
     ///
-    /// Without it, the decode engine computes a prompt if that saves at least the time that it computes.
+    /// Without it, if that saves at least the decode engine's own time.
     #[arg(long, env = "PILLION_TTFT_TARGET", value_name = "TIME")]
     pub ttft_target: Option<Time>,
     /// When the decode engine gets the request: prefill-first, once the prompt is computed; at-once, together with the prefill engine;
     /// by-load, together if the router has no other prompt at the prefill engine and this prompt has at most 65,536 tokens
     ///
-    /// Together with the prefill engine, the decode engine waits at most 30 s for it, with any --prefill-timeout, then computes the prompt
-    /// itself. Use prefill-first if prompts take longer.
+    /// Together, the decode engine waits at most 30 s, then computes the prompt itself. Use prefill-first if prompts take longer.
     #[arg(long, env = "PILLION_ORDER", value_enum, default_value_t = AskOrder::ByLoad, value_name = "by-load|prefill-first|at-once")]
     pub order: AskOrder,
-    /// Stream the prefill engine's first token as soon as the prompt is computed, where the stream stays equal to that of one engine
+    /// Stream the prefill engine's first token before the decode engine continues, if the stream stays equal to that of one engine
     ///
-    /// The decode engine continues behind that token. For streams of /v1/completions with the fields that docs/prefill-decode.md lists, with
-    /// any --order, if all engines state equal sampling without default penalties of an answer's tokens: the router asks each of them for one
-    /// token, twice a minute at most.
+    /// For streams of /v1/completions, with any --order, while all engines state equal terms.
     #[arg(long, env = "PILLION_FIRST_TOKEN", num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value_t = true, action = clap::ArgAction::Set, value_name = "true|false")]
     pub first_token: bool,
     /// Time after which the decode engine computes a prompt that the prefill engine has not computed
@@ -165,8 +158,8 @@ pub struct RouteOptions {
     pub prefill_timeout: Time,
     /// Time after SIGTERM with new clients still accepted, while /health answers with status 503
     ///
-    /// A Service stops sending clients here within this time, and each answer has Connection: close. Streams then have 20 s to end: give
-    /// terminationGracePeriodSeconds more than both.
+    /// A Service stops sending clients here within this time. Streams then have 20 s to end: give terminationGracePeriodSeconds more than
+    /// both.
     #[arg(long, env = "PILLION_DRAIN_TIME", default_value = "5s", value_name = "TIME")]
     pub drain_time: Time,
     /// Memory for bodies of requests whose answers have not begun

@@ -1,7 +1,7 @@
 //! The placement of a prompt: a prefill engine computes it for a decode engine, or a decode engine computes it alone. No I/O.
 //!
-//! A prompt that a decode engine computes lengthens the gaps between tokens of that engine's answers. So a decode engine spends time on a
-//! prompt only if that saves at least as much of the client's time, and no more than the budget's share of the engine's time.
+//! A prompt at a decode engine alone lengthens the gaps between tokens of the engine's answers. The engine therefore spends time on a
+//! prompt only to save at least as much of the client's time, and no more than the budget's share of its own time.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use tokio::time::Instant;
 use super::prompt::Whole;
 use super::prompt_times::ExpectedTime;
 
-/// The budget's share holds over this time: a decode engine that computed nothing lately may spend the share of it at once.
+/// The budget's share holds over this time: after a pause of this length a decode engine may spend the share of it at once.
 pub(super) const BUDGET_TIME: Duration = Duration::from_secs(10);
 
 /// The time of a decode engine for prompts beside its answers.
@@ -21,7 +21,7 @@ pub(super) struct TimeBudget {
     at: Option<Instant>,
 }
 
-/// A decode engine that may compute a prompt alone.
+/// The offer of a decode engine for a prompt.
 #[derive(Copy, Clone, Debug, PartialEq)]
 pub(super) struct DecodeOffer {
     pub(super) expected: ExpectedTime,

@@ -137,7 +137,7 @@ impl PromptTimes {
     }
 
     /// Learns from a prompt computed until now, of so many tokens.
-    pub(super) fn learn(&mut self, prompt: BegunPrompt, tokens: u64, now: Instant) {
+    pub(super) fn learn_time(&mut self, prompt: BegunPrompt, tokens: u64, now: Instant) {
         let (seconds, tokens) = (now.saturating_duration_since(prompt.begin).as_secs_f64(), tokens as f64);
         if prompt.before == 0.0 && tokens > 0.0 {
             self.samples.truncate(SAMPLES_MAX - 1);
@@ -201,7 +201,7 @@ impl PromptTimes {
 // === impl MeanTime ===
 
 impl MeanTime {
-    pub(super) fn learn(&mut self, time: Duration) {
+    pub(super) fn add_time(&mut self, time: Duration) {
         let seconds = time.as_secs_f64();
         let mean = self.0.get_or_insert(seconds);
         *mean += MEAN_WEIGHT * (seconds - *mean);
@@ -226,7 +226,7 @@ mod tests {
         for (tokens, more) in prompts {
             let prompt = times.begin_prompt(*tokens, None, now);
             now += Duration::from_secs_f64(START + *tokens as f64 / RATE + more);
-            times.learn(prompt, *tokens, now);
+            times.learn_time(prompt, *tokens, now);
             times.end_prompt(prompt, now);
         }
         (times, now)

@@ -1,4 +1,4 @@
-//! Prompts placed by their expected times, and those that a decode engine has.
+//! Prompts placed by their expected times, and prompts of which a decode engine has nearly all.
 
 use std::net::TcpStream;
 use std::sync::Arc;
@@ -13,16 +13,16 @@ use super::engine::{Engine, Manner};
 use super::observed::figure;
 use super::{FIRST, PARAMS, Router, answers, computes, prompt, said};
 
-/// The time of the one prompt from which a router learns its prefill engine's speed.
+/// The time of the one prompt behind a learned speed.
 const LEARNED: Duration = Duration::from_millis(300);
-/// More prompts than any router here sends to a prefill engine that answers none.
+/// More prompts than any router here sends to a prefill engine without answers.
 const PROMPTS_MAX: usize = 40;
 
 fn placed(router: &Router, way: &str) -> u64 {
     router.counter(&format!("pillion_route_prompts_total{{way=\"{way}\"}}"))
 }
 
-/// A router that has learned its prefill engine's speed, and a prefill engine that answers no more.
+/// A router with a learned speed of its prefill engine, and the prefill engine, without further answers.
 fn learned(arguments: &[&str]) -> (Router, Engine, Engine) {
     let released = Arc::new(AtomicBool::new(false));
     let computed = Manner::Json(200, json!({ PARAMS: said() }).to_string());
@@ -95,7 +95,7 @@ fn a_turn_whose_beginning_the_engine_has_answered_goes_to_it_alone() {
     let mut messages = Vec::new();
     let ask = |request: &Value| router.raw("POST", "/v1/chat/completions", &request.to_string());
     ask(&turn(&mut messages, 3000));
-    // The answer is known to the engine that made it.
+    // The engine has its own answer.
     messages.push(json!({ "role": "assistant", "content": "b".repeat(2000) }));
     ask(&turn(&mut messages, 100));
     assert_eq!((placed(&router, "held"), prefill.asked().len()), (1, 1));

@@ -114,7 +114,8 @@ def main() -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pillion-bench-")))
         alone, answers = stack.enter_context(engine()), stack.enter_context(engine())
         routed = f"http://127.0.0.1:{free_port()}"
-        command = [find_binary(options.binary), "route", "--listen", routed.removeprefix("http://"), "--decode-prompt-share", "0"]
+        by_kind = ["--decode-prompt-share", "0"]
+        command = [find_binary(options.binary), "route", "--listen", routed.removeprefix("http://"), *by_kind]
         router = Server([*command, "--prefill", alone, "--decode", answers], folder / "route.log", f"{routed}/health")
         stack.callback(router.kill)
         router.wait_ready()

@@ -612,7 +612,7 @@ def watch_resets(pool: Any, begins: Callable[[], None], told: Callable[[bool], N
 
 
 def state_sampling(vllm_config: VllmConfig) -> str:
-    """JSON of the default sampling, and of True if plugins or a watermark may read an answer's tokens; null where vLLM does not say."""
+    """JSON of the default sampling, and of True if plugins or a watermark may read an answer's tokens; null if vLLM fails."""
     try:
         model = vllm_config.model_config
         readers = model.logits_processors or metadata.entry_points(group="vllm.logits_processors")

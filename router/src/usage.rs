@@ -10,9 +10,10 @@ const CACHED: &str = "cached_tokens";
 const USAGE: &str = "\"usage\"";
 const PROMPT: &str = "prompt_tokens";
 const COMPLETION: &str = "completion_tokens";
-/// The names of Anthropic's form: its input is without the cached tokens.
+/// The names of Anthropic's form: its input is without tokens from the cache and tokens put there.
 const INPUT: &str = "input_tokens";
 const CACHE_READ: &str = "cache_read_input_tokens";
+const CACHE_CREATION: &str = "cache_creation_input_tokens";
 
 /// The counts stated by an engine.
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
@@ -36,7 +37,9 @@ impl Usage {
     pub(super) fn of_answer(answer: &str, params: Option<&str>) -> Self {
         let usage = find_usage(answer).unwrap_or("null");
         let read = number(usage, CACHE_READ);
-        let prompt_tokens = number(usage, PROMPT).or_else(|| Some(number(usage, INPUT)? + read.unwrap_or(0)));
+        let created = number(usage, CACHE_CREATION).unwrap_or(0);
+        let all = || Some(number(usage, INPUT)?.saturating_add(read.unwrap_or(0)).saturating_add(created));
+        let prompt_tokens = number(usage, PROMPT).or_else(all);
         let details = DETAILS.iter().find_map(|name| number(find_entry(usage, name)?, CACHED));
         let said = params.and_then(|params| number(params, "remote_prefill_cached_tokens"));
         Self { prompt_tokens, cached_tokens: said.or(details).or(read) }
@@ -165,6 +168,9 @@ mod tests {
         );
         let messages = r#"{"usage":{"input_tokens":4,"cache_read_input_tokens":896}}"#;
         assert_eq!(Usage::of_answer(messages, None), usage(Some(896)));
+        let created =
+            r#"{"usage":{"input_tokens":100,"cache_read_input_tokens":0,"cache_creation_input_tokens":800}}"#;
+        assert_eq!(Usage::of_answer(created, None), usage(Some(0)));
         assert_eq!(Usage::of_answer("{}", None), Usage::default());
         let events = format!("data: {{}}\n\nevent: a\ndata: {answer}\n\ndata: [DONE]\n\n");
         assert_eq!(Usage::of_events(&events), usage(Some(3)));

@@ -279,7 +279,6 @@ def test_an_answer_of_every_api_is_that_of_one_server(servers: Servers, path: st
         right = servers.answer(servers.computes_url, path, text, stream)
         # The decode engine may have the second one.
         ways = servers.routed(PROMPTS, url)
-        print(order, ways)
         assert ways["pair"] + ways["held"] == before + 2, ways
         assert any(right.said) and first.said == again.said == right.said, order
         assert (first.cached, again.cached) == (0, right.cached), order

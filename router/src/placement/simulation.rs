@@ -174,18 +174,12 @@ fn first_tokens_come_sooner_than_from_a_prefill_engine_alone_and_the_decode_engi
                 let [mixed, apart, placed, two] =
                     [Way::Mixed, Way::Apart, Way::Placed(1, None), Way::Placed(2, None)]
                         .map(|way| play(way, rate, hand_over, &lengths));
-                println!(
-                    "{name}, {rate}/s, hand-over {hand_over}: mean ms mixed {:.0}, apart {:.0}, placed {:.0}, by two routers {:.0}; share {:.3}, {:.3}",
-                    mixed.mean(),
-                    apart.mean(),
-                    placed.mean(),
-                    two.mean(),
-                    placed.share,
-                    two.share
-                );
-                assert!(placed.mean() < apart.mean() && two.mean() < apart.mean());
-                assert!(rate < rates[2] || placed.mean() < apart.mean() / 2.0);
-                assert!(placed.share <= SHARE * 1.05 && two.share <= 2.0 * SHARE * 1.05);
+                let means = [&mixed, &apart, &placed, &two].map(Outcome::mean);
+                let case =
+                    format!("{name}, {rate}/s, hand-over {hand_over}: {means:.0?} ms, {:.3}", placed.share);
+                assert!(placed.mean() < apart.mean() && two.mean() < apart.mean(), "{case}");
+                assert!(rate < rates[2] || placed.mean() < apart.mean() / 2.0, "{case}");
+                assert!(placed.share <= SHARE * 1.05 && two.share <= 2.0 * SHARE * 1.05, "{case}");
             }
         }
     }

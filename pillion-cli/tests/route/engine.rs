@@ -38,8 +38,8 @@ pub(crate) enum Manner {
     Behind(usize, Box<Manner>),
     /// No answer before the test's release.
     Once(Arc<AtomicBool>, Box<Manner>),
-    /// With a default penalty for tokens of an answer.
-    Penalizes(Box<Manner>),
+    /// With this default sampling.
+    Samples(Value, Box<Manner>),
     /// The first request in one manner, all others in the other one.
     First(Box<Manner>, Box<Manner>),
 }
@@ -192,7 +192,7 @@ fn serve(stream: TcpStream, manner: &Manner, state: &Mutex<State>) {
             | Manner::Once(..)
             | Manner::Stores(..)
             | Manner::Adapts(..)
-            | Manner::Penalizes(..)
+            | Manner::Samples(..)
             | Manner::Awaits(..) => {
                 unreachable!("it is due")
             }
@@ -256,7 +256,7 @@ fn own_question_answered(
         return Some(false);
     }
     let sampling = match manner {
-        Manner::Penalizes(_) => json!({ "defaults": { "presence_penalty": 0.5 }, "counts": false }),
+        Manner::Samples(defaults, _) => json!({ "defaults": defaults, "counts": false }),
         _ => json!({ "defaults": {}, "counts": false }),
     };
     let said = if asked.line.starts_with("GET /v1/models ") {
@@ -292,7 +292,7 @@ fn known<'a>(manner: &'a Manner, line: &str, body: &str, state: &Mutex<State>) -
     match manner {
         Manner::Stores(id, _) if line.contains("/v1/responses/") && !line.contains(id) => None,
         Manner::Adapts(_) if body.contains(ADAPTER) && !has_loaded(state) => None,
-        Manner::Stores(_, manner) | Manner::Adapts(manner) | Manner::Penalizes(manner) => Some(manner),
+        Manner::Stores(_, manner) | Manner::Adapts(manner) | Manner::Samples(_, manner) => Some(manner),
         Manner::Awaits(time, manner) => {
             if body.contains("\"do_remote_prefill\":true") {
                 thread::sleep(*time);

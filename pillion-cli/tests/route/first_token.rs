@@ -60,12 +60,15 @@ fn with_rest(prefill: Manner, decode: Manner, arguments: &[&str]) -> Vec<Asked> 
 }
 
 #[test]
-fn a_first_token_waits_for_the_rest_where_an_engine_counts_it_or_the_operator_says_so() {
+fn a_first_token_waits_for_the_rest_where_engines_count_it_or_differ_or_the_operator_says_so() {
     let computed = || Manner::Json(200, json!({ "choices": [], PARAMS: said() }).to_string());
     let rest = || Manner::Events(vec!["data: 1\n\n".into()]);
+    let samples = |defaults, manner| Manner::Samples(defaults, Box::new(manner));
+    let penalty = || json!({ "presence_penalty": 0.5 });
     for (prefill, decode, arguments) in [
-        (computed(), Manner::Penalizes(Box::new(rest())), &[][..]),
-        (Manner::Penalizes(Box::new(computed())), rest(), &[]),
+        (computed(), samples(penalty(), rest()), &[][..]),
+        (samples(penalty(), computed()), rest(), &[]),
+        (samples(json!({ "top_k": 20 }), computed()), rest(), &[]),
         (computed(), rest(), &["--first-token=false"]),
     ] {
         let asked = with_rest(prefill, decode, arguments);

@@ -8,10 +8,11 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
+use super::client::sidecar::free_port;
 use super::client::watch;
 use super::engine::{Engine, Manner};
 use super::observed::figure;
-use super::{FIRST, PARAMS, Router, answers, computes, prompt, said};
+use super::{FIRST, PARAMS, Router, answers, computes, prompt, said, stream_of};
 
 /// The time of the one prompt behind a learned speed.
 const LEARNED: Duration = Duration::from_millis(300);
@@ -123,4 +124,16 @@ fn a_prompt_that_no_engine_has_answered_yet_is_held_by_none() {
         sent
     });
     assert_eq!(placed(&router, "pair"), 2);
+}
+
+#[test]
+fn the_speed_of_an_engine_that_answers_is_learned_from_prompts_of_its_own() {
+    let events = vec!["data: 1\n\n".to_owned()];
+    let (away, decode) = (format!("http://127.0.0.1:{}", free_port()), Engine::start(Manner::Events(events)));
+    let router = Router::start(&[&away], &[&decode.url()], FIRST);
+    let speed = || figure(&router, "prefill_tokens_per_second", &decode.url(), &[]).unwrap();
+    router.raw("POST", "/v1/completions", &stream_of(100).to_string());
+    assert_eq!(speed(), 0.0, "a short prompt shows no speed");
+    router.raw("POST", "/v1/completions", &stream_of(300).to_string());
+    assert!(speed() >= 1.0);
 }

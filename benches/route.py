@@ -1,4 +1,4 @@
-"""The time that `pillion route --first-token` itself adds to a first token, before engines with immediate answers.
+"""The time that `pillion route` itself adds to a first token, before engines with immediate answers.
 
 Both engines are servers in this process, with the answers of vLLM 0.32 and without computation. A prompt is a list of token
 ids, and each request has a connection of its own. The last line is one JSON object; times are medians in milliseconds.
@@ -32,6 +32,8 @@ LENGTHS = (512, 1790, 7070)
 REQUESTS = 200
 VOCABULARY = 150_000
 WATCHDOG_S = 20
+# The last event of the router's own question.
+USAGE = b'data: {"id":"cmpl-1","object":"text_completion","created":7,"model":"m","choices":[],"usage":{"prompt_tokens":1}}\n\n'
 
 
 def event(text: str, finish: str | None, prompt: list[int] | None) -> bytes:
@@ -58,6 +60,13 @@ class Engine(http.server.BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         """An answer, at once."""
         asked = self.rfile.read(int(self.headers["Content-Length"]))
+        if b'"sampling":true' in asked:
+            stated = json.dumps({"defaults": {}, "counts": False})
+            self._answer(json.dumps({"kv_transfer_params": {"pillion": {"sampling": stated}}}).encode())
+            return
+        if b'"include_usage":true' in asked:
+            self._answer(event(" a", "length", [0]) + USAGE + b"data: [DONE]\n\n")
+            return
         two = event(" a", None, None) + event(" b", "length", None)
         self._answer((type(self).computed if b'"return_token_ids":true' in asked else two) + b"data: [DONE]\n\n")
 
@@ -105,7 +114,8 @@ def main() -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pillion-bench-")))
         alone, answers = stack.enter_context(engine()), stack.enter_context(engine())
         routed = f"http://127.0.0.1:{free_port()}"
-        command = [find_binary(options.binary), "route", "--listen", routed.removeprefix("http://"), "--first-token"]
+        by_kind = ["--decode-prompt-share", "0"]
+        command = [find_binary(options.binary), "route", "--listen", routed.removeprefix("http://"), *by_kind]
         router = Server([*command, "--prefill", alone, "--decode", answers], folder / "route.log", f"{routed}/health")
         stack.callback(router.kill)
         router.wait_ready()
@@ -115,7 +125,7 @@ def main() -> None:
         def passed_on() -> int:
             return metrics.totals(fetch(f"{routed}/metrics") or "").get("pillion_route_first_tokens_total", 0)
 
-        # Until the router has asked both engines for their longest prompt, it sends prompts to the second one alone.
+        # Until the router has asked both engines for their terms, first tokens come from the second one.
         wait_for(
             lambda: bool(first_token(routed, warm_up) and passed_on()), "a first token that is passed on at once", WATCHDOG_S
         )

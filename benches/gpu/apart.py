@@ -1,9 +1,11 @@
 """Long prompts and short answers: a prefill engine and a decode engine, against two engines that do both.
 
 Two `vllm serve` on two GPUs with one sidecar, `pillion route` before them, and vLLM's own client: `rate` requests a second of
-`input_tokens` random tokens in and `output_tokens` out. `mixed` asks the same two engines by turns: no prompt is long enough to
-be computed elsewhere. `kill` and `freeze` strike the prefill engine in the middle of all requests. Answers equal those of the
-first mode, as far as steps of other sizes round alike: always with `--invariant`.
+`input_tokens` random tokens in and `output_tokens` out. The decode engine has shorter steps, `decode_batched_tokens`, for
+prompts that would wait. `mixed` asks two engines of equal steps by turns: no prompt is long enough to be computed elsewhere.
+`kill` and `freeze` strike the prefill engine in the middle of all requests. Answers equal those of the first mode, as far as
+steps of other sizes round alike: always with `--invariant`. The size `output_chunk` is `VLLM_V1_OUTPUT_PROC_CHUNK_SIZE` of both
+engines, and `rust_frontend=1` takes vLLM's front end in Rust.
 """
 
 from __future__ import annotations
@@ -26,15 +28,18 @@ from testkit.sidecar import find_binary
 SIZES = {
     "full": {
         "input_tokens": 5000, "output_tokens": 200, "requests": 160, "rate": 4,
-        "batched_tokens": 2048, "kv_mib": 24 * 1024, "host_gib": 32, "output_chunk": 1, "rust_frontend": 0,
+        "batched_tokens": 2048, "decode_batched_tokens": 256, "kv_mib": 24 * 1024, "host_gib": 32,
+        "output_chunk": 1, "rust_frontend": 0,
     },
     "quick": {
         "input_tokens": 5000, "output_tokens": 200, "requests": 60, "rate": 4,
-        "batched_tokens": 2048, "kv_mib": 24 * 1024, "host_gib": 32, "output_chunk": 1, "rust_frontend": 0,
+        "batched_tokens": 2048, "decode_batched_tokens": 256, "kv_mib": 24 * 1024, "host_gib": 32,
+        "output_chunk": 1, "rust_frontend": 0,
     },
     "tiny": {
         "input_tokens": 500, "output_tokens": 8, "requests": 8, "rate": 1,
-        "batched_tokens": 256, "kv_mib": 16, "host_gib": 1, "output_chunk": 1, "rust_frontend": 0,
+        "batched_tokens": 256, "decode_batched_tokens": 128, "kv_mib": 16, "host_gib": 1,
+        "output_chunk": 1, "rust_frontend": 0,
     },
 }  # fmt: skip
 STRIKES = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP}
@@ -114,6 +119,8 @@ def pair(
         started = []
         for side, role in SIDES.items():
             settings = bench.engine(options.sizes) | rig.engine_arguments(options)
+            if side == "d" and mode != "mixed":
+                settings["max_num_batched_tokens"] = options.sizes["decode_batched_tokens"]
             transfer = rig.pillion_transfer(keeper, options, rig.BOTH if mode == "mixed" else role)
             if options.tiny:
                 # On a CPU an engine with its own copies loads nothing before all blocks are kept.

@@ -4,6 +4,10 @@ Both are vLLM engines in processes of their own, at the same time. The KV goes f
 `--rival nixl` through vLLM's NixlConnector. This process is the router: it hands P's answer to D, or asks both at once. With
 `--trace` both engines send the records of their requests here, and each length has the timeline of its last prompt. With
 `--size running=32` prompts are then handed over beside so many ordinary requests of both, one by one and as many at once.
+
+`added_first_ms` is the median of `pd_first_ms` (P asked, then D) beyond `p_alone_ms` (P alone) and `d_hit_ms` (D's own hit),
+and `added_at_once_ms` that of `pd_at_once_ms`. `handed_over_ms` is the time from the end of P's last step until D has loaded
+all. `acceptance` is the wait of copied parts for P's output.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 All conversations share their first tokens; each turn adds new ones and is answered. `at_once` requests are in flight, and a
 conversation's next turn waits behind every other conversation, so its KV has left the device by then. Every mode is given the
 same histories, made of the first mode's answers, so each answer can be compared with the first mode. If a step's batch differs,
-rounding does too: equal answers are then a share, not a promise (`--invariant` makes them one).
+rounding does too: equal answers are then a share, not a promise (`--invariant` makes them one). `gaps_over_25ms` is the share
+of gaps whose step also computed a prompt.
 """
 
 from __future__ import annotations

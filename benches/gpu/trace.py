@@ -6,7 +6,8 @@ those behind the last whole block of the request's number. The clock of a first 
 where a step delays its arrival.
 
 With `reset_s` the engine's own cache is emptied once so many seconds of the replay are over and all its requests are answered:
-`found_after` is what the requests behind find, as after the engine's restart.
+`found_after` is what the requests behind find, as after the engine's restart. `--room all` has fewer requests and more host
+memory, so nothing is evicted. `waited_mean_ms` is the time until a request's first place in a step.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 Modes run one after the other in processes of their own; `--rival none --rival offloading --rival pegaflow` adds them.
 After the timed rounds each mode must show that its answers depend on the KV: a zeroed block must change log probabilities,
 a zeroed layer must change tokens; and reloaded KV must give tokens and log probabilities bit-equal to the device's own hit.
+Asynchronous vLLM launches the next step before it looks at a first token, unless one token is asked.
 """
 
 from __future__ import annotations

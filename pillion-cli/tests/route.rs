@@ -9,6 +9,8 @@ mod client;
 mod drain;
 #[path = "route/engine.rs"]
 mod engine;
+#[path = "route/first_token.rs"]
+mod first_token;
 #[path = "route/hostile.rs"]
 mod hostile;
 #[path = "route/judged.rs"]
@@ -17,6 +19,8 @@ mod judged;
 mod listed;
 #[path = "route/observed.rs"]
 mod observed;
+#[path = "route/placed.rs"]
+mod placed;
 #[path = "route/tls.rs"]
 mod tls;
 
@@ -25,11 +29,11 @@ use std::io::{BufReader, ErrorKind, Read, Write};
 use std::net::TcpStream;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use client::sidecar::free_port;
-use client::{WATCHDOG, in_time, watch};
+use client::{WATCHDOG, watch};
 use engine::{Asked, Engine, Manner};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -63,6 +67,10 @@ impl Router {
         let port = free_port();
         let mut command = Command::new(env!("CARGO_BIN_EXE_pillion"));
         command.args(["route", "--listen", &format!("127.0.0.1:{port}")]).args(arguments);
+        if !arguments.contains(&"--decode-prompt-share") {
+            // No prompt goes to one engine because of the times of this machine.
+            command.args(["--decode-prompt-share", "0"]);
+        }
         for (option, urls) in [("--prefill", prefill), ("--decode", decode)] {
             command.args(urls.iter().flat_map(|url| [option, *url]));
         }
@@ -122,8 +130,15 @@ impl Drop for Router {
     }
 }
 
+/// Token ids of a new prompt: no engine has answered it.
+fn ids(tokens: u64) -> Vec<u64> {
+    static PROMPTS: AtomicU64 = AtomicU64::new(0);
+    let begin = PROMPTS.fetch_add(1, Ordering::Relaxed);
+    (begin..begin + tokens).collect()
+}
+
 fn prompt(tokens: u64) -> Value {
-    json!({ "prompt": (0..tokens).collect::<Vec<u64>>(), "max_tokens": 9, PARAMS: { "do_remote_prefill": true, "spoofed": true } })
+    json!({ "prompt": ids(tokens), "max_tokens": 9, PARAMS: { "do_remote_prefill": true, "spoofed": true } })
 }
 
 fn said() -> Value {
@@ -398,7 +413,7 @@ fn a_prompt_that_was_given_up_is_put_to_two_engines_once_more() {
     // Also for a stream whose first event may not come from another engine.
     let right = Manner::Events(vec!["data: 1\n\n".into()]);
     let decode = Engine::start(Manner::First(Box::new(failed()), Box::new(right)));
-    let router = Router::start(&[&computes().url()], &[&decode.url()], &["--first-token"]);
+    let router = Router::start(&[&computes().url()], &[&decode.url()], &[]);
     assert!(router.raw("POST", "/v1/completions", &stream_of(300).to_string()).contains("data: 1"));
     assert_eq!(router.counter("pillion_route_retries_total"), 1);
     // No third attempt, and no second one after a part of the answer was sent.
@@ -678,113 +693,6 @@ fn it_ends_once_the_last_answer_has() {
     assert!(router.process.wait().unwrap().success());
 }
 
-/// A prefill engine's answer to a stream of one token.
-const ONE_TOKEN: &str = concat!(
-    r#"data: {"id":"cmpl-1","object":"text_completion","created":7,"model":"m","choices":[{"index":0,"text":" a","logprobs":null,"finish_reason":"length","stop_reason":null,"prompt_token_ids":[5,6],"token_ids":[9]}]}"#,
-    "\n\ndata: [DONE]\n\n"
-);
-
 fn stream_of(tokens: u64) -> Value {
-    json!({ "prompt": (0..tokens).collect::<Vec<u64>>(), "max_tokens": 9, "stream": true })
-}
-
-#[test]
-fn the_first_token_comes_before_the_other_engine_is_heard_of() {
-    let (prefill, decode) =
-        (Engine::start(Manner::Events(vec![ONE_TOKEN.into()])), Engine::start(Manner::Hang));
-    let router = Router::start(&[&prefill.url()], &[&decode.url()], &["--first-token"]);
-    let (mut stream, rest) = in_time("an engine's length", || first_token_ahead(&router, &decode));
-    let mut text = String::new();
-    while !text.contains("\n\n\r\n") {
-        assert_ne!(std::io::BufRead::read_line(&mut stream, &mut text).unwrap(), 0, "{text}");
-    }
-    assert!(text.contains("x-engine: it") && !text.contains("keep-alive"), "the engine's headers: {text}");
-    assert!(text.contains("\"text\":\" a\"") && text.contains("\"finish_reason\":null"), "{text}");
-    assert_eq!((&rest["prompt"], &rest["max_tokens"]), (&json!([5, 6, 9]), &json!(8)));
-    assert_eq!(rest[PARAMS]["pillion"]["tokens"], 2, "the prompt's tokens saved by the other engine");
-    assert_eq!(prefill.asked().last().unwrap().json()["return_token_ids"], true);
-    drop(stream);
-    watch("its end with the client", || (decode.hung_up() == decode.asked().len()).then_some(()));
-}
-
-/// A request with its first token ahead, and the decode engine's request for the rest; `None` if the engine's
-/// limit was unknown.
-fn first_token_ahead(router: &Router, decode: &Engine) -> Option<(BufReader<TcpStream>, Value)> {
-    let before = decode.asked().len();
-    let stream = router.send("POST", "/v1/completions", &stream_of(300).to_string());
-    let asked = watch("the other request", || decode.asked().get(before).map(Asked::json));
-    if asked["prompt"].as_array().unwrap().len() < 300 {
-        return Some((BufReader::new(stream), asked));
-    }
-    None
-}
-
-#[test]
-fn an_engine_that_does_not_say_its_length_is_named_once_and_waited_for_while_it_is_up() {
-    let log = std::env::temp_dir().join(format!("pillion-route-{}", std::process::id()));
-    let prefill = Engine::start(Manner::Events(vec![ONE_TOKEN.into()]));
-    let (silent, decode) =
-        (Engine::start(Manner::Freeze), Engine::start(Manner::Events(vec!["data: 1\n\n".into()])));
-    let urls = [decode.url(), silent.url()];
-    let router = Router::logging(
-        &[&prefill.url()],
-        &[&urls[0], &urls[1]],
-        &["--first-token"],
-        File::create(&log).unwrap(),
-    );
-    let ask = || router.raw("POST", "/v1/completions", &stream_of(300).to_string());
-    let first_tokens = || router.counter("pillion_route_first_tokens_total");
-    watch("the first token of a stream", || {
-        assert!(ask().contains("data: 1"));
-        (first_tokens() > 0).then_some(())
-    });
-    assert!(silent.models_asked() > 0 && decode.models_asked() == 1);
-    let first = decode.asked()[0].json()["prompt"].as_array().unwrap().len();
-    assert_eq!(first, 300, "a request does not wait for an engine's limit");
-    let lines = std::fs::read_to_string(&log).unwrap();
-    std::fs::remove_file(&log).unwrap();
-    let naming = lines.lines().filter(|line| line.contains(&urls[1]) && line.contains("--first-token"));
-    assert_eq!(naming.count(), 1, "{lines}");
-}
-
-/// The whole stream with its first token ahead, from an engine with this manner; `None` if the engine's limit
-/// was unknown.
-fn with_first_token(manner: Manner) -> Option<(String, Router, Engine)> {
-    let (prefill, decode) = (Engine::start(Manner::Events(vec![ONE_TOKEN.into()])), Engine::start(manner));
-    let router = Router::start(&[&prefill.url()], &[&decode.url()], &["--first-token"]);
-    let answer = router.raw("POST", "/v1/completions", &stream_of(300).to_string());
-    let is_ahead = router.counter("pillion_route_first_tokens_total") > 0;
-    is_ahead.then(|| (unchunked(&answer), router, decode))
-}
-
-#[test]
-fn a_rest_that_was_given_up_is_asked_for_once_more() {
-    let gives_up =
-        [Manner::Json(500, "{\"error\": \"e\"}".into()), Manner::Events(vec![ERROR.into(), DONE.into()])];
-    for gives_up in gives_up.map(Box::new) {
-        let right = Box::new(Manner::Events(vec!["data: 1\n\n".into(), DONE.into()]));
-        let manner = Manner::First(gives_up, right);
-        let (answer, router, decode) = in_time("an engine's length", || with_first_token(manner.clone()));
-        assert!(answer.contains(" a") && answer.ends_with("data: 1\n\ndata: [DONE]\n\n"), "{answer}");
-        assert!(!answer.contains("error"), "{answer}");
-        assert_eq!(router.counter("pillion_route_retries_total"), 1);
-        let [given_up, answered] = &decode.asked()[..] else { panic!("it is asked twice") };
-        assert_eq!(given_up.body, answered.body);
-    }
-}
-
-#[test]
-fn what_goes_wrong_behind_the_first_token_is_an_event() {
-    let fails = Manner::Json(500, "{\"error\": \"e\"}".into());
-    let (answer, router, _decode) = in_time("an engine's length", || with_first_token(fails.clone()));
-    assert!(answer.contains("data: {\"error\": \"e\"}\n\ndata: [DONE]\n\n"), "{answer}");
-    let first_tokens = || router.counter("pillion_route_first_tokens_total");
-    assert_eq!(first_tokens(), 1);
-    for (name, value) in [("seed", 3), ("max_tokens", 999)] {
-        let mut request = stream_of(300);
-        request[name] = json!(value);
-        let answer = router.raw("POST", "/v1/completions", &request.to_string());
-        assert!(answer.starts_with("HTTP/1.1 500"), "the usual way: {answer}");
-    }
-    assert_eq!(first_tokens(), 1);
+    json!({ "prompt": ids(tokens), "max_tokens": 9, "stream": true })
 }

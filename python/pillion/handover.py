@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pillion import vllm_compat
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
 
@@ -45,10 +46,11 @@ def _asks(request: Request, name: str) -> bool:
     return vllm_compat.transfer_params(request).get(name) is True
 
 
-def answer_router(request: Request, engine_id: str, tokens: int) -> dict[str, Any] | None:
+def answer_router(request: Request, engine_id: str, tokens: int, vllm_config: VllmConfig) -> dict[str, Any] | None:
     """The params for the router of a request with `tokens` saved; None if the request was not computed."""
     if not vllm_compat.was_answered(request):
         return None
+    asked = _own_params(request).get("sampling") is True
     return {
         # Without saved tokens the next engine does not wait.
         "do_remote_prefill": tokens > 0,
@@ -57,5 +59,5 @@ def answer_router(request: Request, engine_id: str, tokens: int) -> dict[str, An
         "remote_block_ids": [],
         "remote_host": None,
         "remote_port": None,
-        "pillion": {"tokens": tokens},
+        "pillion": {"tokens": tokens} | ({"sampling": vllm_compat.state_sampling(vllm_config)} if asked else {}),
     }

@@ -43,6 +43,7 @@ class Scheduler:
         parts = groups.split_groups(kv_cache_config)
         # By group. Ranks name a step by the run of the first one.
         self._runs = [secrets.token_bytes(16) for _ in parts]
+        self._vllm_config = vllm_config
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
         self._ranks = vllm_compat.world_size(vllm_config)
         self._beside_others = beside_others
@@ -170,7 +171,7 @@ class Scheduler:
             events.ended(number, request)
         if self._pool is not None and blocks:
             self._policy.held([block for block in blocks if vllm_compat.hold_block(self._pool, block)])
-        return None if kept is None else handover.answer_router(request, self._engine_id, kept)
+        return None if kept is None else handover.answer_router(request, self._engine_id, kept, self._vllm_config)
 
     # --- loads ---
 

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
+from importlib import metadata
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -607,6 +608,17 @@ def watch_resets(pool: Any, begins: Callable[[], None], told: Callable[[bool], N
             told(done)
 
     pool.reset_prefix_cache = reset_and_tell
+
+
+def state_sampling(vllm_config: VllmConfig) -> str:
+    """JSON of the default sampling, and of True if plugins or a watermark may read an answer's tokens; null if vLLM fails."""
+    try:
+        model = vllm_config.model_config
+        readers = model.logits_processors or metadata.entry_points(group="vllm.logits_processors")
+        counts = bool(readers or getattr(vllm_config, "watermark_config", None))
+        return json.dumps({"defaults": model.get_diff_sampling_param(), "counts": counts})
+    except Exception:
+        return "null"
 
 
 def was_answered(request: Any) -> bool:

@@ -29,6 +29,8 @@ pub(super) struct PromptMark {
     pub(super) bytes: u64,
     /// True if the beginning belongs to one conversation, false for a system prompt shared by many.
     pub(super) is_own: bool,
+    /// True if it ends with an answer: the engine of the turn before made it.
+    pub(super) is_answer: bool,
 }
 
 /// The engines of a role with a beginning of one prompt, and the length of that beginning.
@@ -55,12 +57,22 @@ struct AffinityTable {
 /// Engines by their numbers, the last one first; 0 is none.
 type Holders = [u32; HOLDERS_MAX];
 
+fn numbers(holders: Holders) -> Vec<u32> {
+    holders.into_iter().filter(|holder| *holder != 0).collect()
+}
+
 // === impl Trail ===
 
 impl Trail {
     /// The trail of a response stored by one engine; `hash` is of its id.
     pub(super) fn bound(hash: u64) -> Self {
         Self { session: Some(hash), is_bound: true, ..Self::default() }
+    }
+
+    /// Returns the tokens behind a beginning of so many bytes, if the prompt has `tokens`.
+    fn tokens_behind(&self, bytes: u64, tokens: u64) -> u64 {
+        let share = 1.0 - bytes.min(self.bytes) as f64 / self.bytes.max(1) as f64;
+        (tokens as f64 * share).ceil() as u64
     }
 }
 
@@ -75,9 +87,7 @@ impl KnownPrompt {
 
     /// Returns the tokens to compute at an engine, of a prompt of `weight` tokens.
     pub(super) fn remaining_tokens(&self, engine: u32, weight: u64, trail: &Trail) -> u64 {
-        let known = self.rank(engine).map_or(0, |_| self.bytes.min(trail.bytes));
-        let share = 1.0 - known as f64 / trail.bytes.max(1) as f64;
-        (weight as f64 * share).ceil() as u64
+        trail.tokens_behind(self.rank(engine).map_or(0, |_| self.bytes), weight)
     }
 }
 
@@ -87,7 +97,7 @@ impl Affinity {
     /// The engines of a prompt's session, or without a session those of its longest known beginning.
     pub(super) fn known(&self, trail: &Trail) -> KnownPrompt {
         let mut table = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let longest = trail.marks.iter().rev().find_map(|mark| Some((mark, table.get(mark.hash)?)));
+        let longest = table.longest(trail).map(|(at, holders)| (trail.marks[at], holders));
         let session = trail.session.and_then(|session| table.get(session));
         let bytes = longest.map_or(0, |(mark, _)| mark.bytes);
         let (holders, is_own) = match (session, longest) {
@@ -95,7 +105,22 @@ impl Affinity {
             (None, Some((mark, holders))) => (holders, mark.is_own),
             (None, None) => return KnownPrompt::default(),
         };
-        KnownPrompt { holders: holders.into_iter().filter(|holder| *holder != 0).collect(), bytes, is_own }
+        KnownPrompt { holders: numbers(holders), bytes, is_own }
+    }
+
+    /// The engines that answered the longest known beginning of a prompt. They have their own answer behind it.
+    pub(super) fn answered(&self, trail: &Trail) -> KnownPrompt {
+        let mut table = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some((at, holders)) = table.longest(trail) else { return KnownPrompt::default() };
+        let (mark, next) = (trail.marks[at], trail.marks.get(at + 1));
+        let bytes = next.filter(|next| next.is_answer).unwrap_or(&mark).bytes;
+        KnownPrompt { holders: numbers(holders), bytes, is_own: mark.is_own }
+    }
+
+    /// Notes an engine as one that answered this prompt, of any session.
+    pub(super) fn note_answered(&self, trail: &Trail, engine: u32) {
+        let mut table = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        trail.marks.iter().for_each(|mark| table.insert_holder(mark.hash, engine));
     }
 
     /// Notes an engine as one with this prompt.
@@ -109,6 +134,11 @@ impl Affinity {
 // === impl AffinityTable ===
 
 impl AffinityTable {
+    /// The longest known beginning, by its place, and its engines.
+    fn longest(&mut self, trail: &Trail) -> Option<(usize, Holders)> {
+        (0..trail.marks.len()).rev().find_map(|at| Some((at, self.get(trail.marks[at].hash)?)))
+    }
+
     fn get(&mut self, hash: u64) -> Option<Holders> {
         self.young.get(&hash).or_else(|| self.old.get(&hash)).copied()
     }
@@ -130,8 +160,12 @@ mod tests {
     use super::*;
 
     fn trail(session: Option<u64>, hashes: &[u64]) -> Trail {
-        let mark =
-            |(hash, bytes): (&u64, u64)| PromptMark { hash: *hash, bytes: 100 * bytes, is_own: bytes > 1 };
+        let mark = |(hash, bytes): (&u64, u64)| PromptMark {
+            hash: *hash,
+            bytes: 100 * bytes,
+            is_own: bytes > 1,
+            is_answer: bytes == 4,
+        };
         let marks: Vec<_> = hashes.iter().zip(1..).map(mark).collect();
         Trail { session, bytes: 100 * marks.len() as u64, marks, is_bound: false }
     }
@@ -150,6 +184,12 @@ mod tests {
                 own.remaining_tokens(8, 1000, &trail(None, &[0; 5]))
             ),
             (400, 1000)
+        );
+        let answered = affinity.answered(&trail(Some(90), &[1, 2, 3, 4, 6]));
+        assert_eq!(
+            answered.remaining_tokens(7, 1000, &trail(None, &[0; 5])),
+            200,
+            "it has its own answer, too"
         );
         let shared = affinity.known(&trail(None, &[1, 9]));
         assert_eq!((shared.rank(8), shared.rank(7), shared.is_own), (Some(0), Some(1), false));

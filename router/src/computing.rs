@@ -13,12 +13,12 @@ use tokio::time::{Instant, sleep, sleep_until};
 use super::body::find_entry;
 use super::counters::{PromptFailure, code_of};
 use super::engine::{LoadShare, RouteEngine};
-use super::forward::{ForwardError, RouteRequest};
+use super::forward::{ForwardError, OpenedAnswer, RouteRequest};
 use super::handed_over::HandedOver;
 use super::requests::PARAMS;
 use super::tokens::PromptSizes;
 use super::usage::Usage;
-use super::{Router, watch};
+use super::{Router, first_token, watch};
 use sidecar::pages::connections::run_until;
 
 /// A prefill engine that answered no prompt for this time is not waited for alone any more: the router also
@@ -43,6 +43,7 @@ pub(super) struct Computed {
     /// Its `kv_transfer_params` for the decode engine, as JSON; empty in a stream.
     pub(super) params: Bytes,
     pub(super) usage: Usage,
+    at: Instant,
 }
 
 /// A prompt under way at a prefill engine. Dropping it gives the prompt up, except after `let_go`.
@@ -71,20 +72,20 @@ pub(super) struct HandOver {
 // === impl Computing ===
 
 impl Computing {
-    /// Asks the engine of a share of load. The engine answers a prompt with `sizes` as a whole, another prompt as a
-    /// stream.
+    /// Asks the engine of a share of load for its answer to a prompt of these sizes: a stream of one token, or a whole.
     pub(super) fn ask_engine(
         router: Arc<Router>,
         share: LoadShare,
         asked: RouteRequest,
-        sizes: Option<Arc<PromptSizes>>,
+        sizes: PromptSizes,
+        is_stream: bool,
     ) -> Self {
         let (tell, outcome) = channel(None);
         let began = Arc::new(Notify::new());
         let reported = Arc::clone(&began);
         let (engine, tokens_min) = (Arc::clone(&share.engine), router.options.min_remote_tokens);
         let task = tokio::spawn(async move {
-            let outcome = router.compute(share, asked, sizes.as_deref(), &reported).await;
+            let outcome = router.compute(share, asked, sizes, is_stream, &reported).await;
             let _ = tell.send(Some(Arc::new(outcome)));
         });
         Self { outcome, began, engine, tokens_min, task: Some(task) }
@@ -114,9 +115,15 @@ impl Computing {
         }
     }
 
-    /// Notes that the decode engine began to answer.
-    pub(super) fn answer_began(&self) {
+    /// Notes that the decode engine began to answer. A stream's beginning shows the time of the hand-over, if the prefill engine answered
+    /// before.
+    pub(super) fn answer_began(&self, engine: &RouteEngine, opened: &OpenedAnswer) {
         self.began.notify_one();
+        if opened.is_begun_stream()
+            && let Some(Ok(computed)) = self.outcome.borrow().as_deref()
+        {
+            engine.prompts().hand_over.add_time(computed.at.elapsed());
+        }
     }
 
     /// Lets the prefill engine go on with the prompt to its end, or to a sign that it does not work.
@@ -201,7 +208,8 @@ impl Router {
         &self,
         mut share: LoadShare,
         asked: RouteRequest,
-        sizes: Option<&PromptSizes>,
+        sizes: PromptSizes,
+        is_stream: bool,
         began: &Notify,
     ) -> Outcome {
         let (engine, begin) = (Arc::clone(&share.engine), Instant::now());
@@ -229,19 +237,35 @@ impl Router {
             }
             failure
         })?;
-        let said = str::from_utf8(answer.body()).unwrap_or_default();
-        let Some(sizes) = sizes else {
-            return Ok(Computed { answer, params: Bytes::new(), usage: Usage::default() });
-        };
+        let (said, at) = (str::from_utf8(answer.body()).unwrap_or_default(), Instant::now());
+        if is_stream {
+            let cached_tokens = Usage::of_events(said).cached_tokens;
+            let usage = Usage { prompt_tokens: first_token::count_prompt(said), cached_tokens };
+            self.learn_prompt(&share, &sizes, usage);
+            return Ok(Computed { answer, params: Bytes::new(), usage, at });
+        }
         let params = find_entry(said, PARAMS).filter(|params| params.starts_with('{'));
         let usage = Usage::of_answer(said, params);
-        usage.prompt_tokens.into_iter().for_each(|tokens| self.token_bytes.learn(sizes, tokens));
+        self.learn_prompt(&share, &sizes, usage);
         let Some(params) = params.map(|params| answer.body().slice_ref(params.as_bytes())) else {
             self.counters.failure(PromptFailure::NoParams);
             let remedy = "its answer has no kv_transfer_params: start vLLM there with Pillion's connector";
             tracing::warn!(engine = %engine.address, "{remedy}");
             return Err(PromptFailure::NoParams);
         };
-        Ok(Computed { answer, params, usage })
+        Ok(Computed { answer, params, usage, at })
+    }
+
+    /// Learns from a computed prompt: the bytes of its tokens, and the time of those that were not cached.
+    fn learn_prompt(&self, share: &LoadShare, sizes: &PromptSizes, usage: Usage) {
+        let Some(prompt) = &share.prompt else { return };
+        let (expected, stated) = (self.token_bytes.tokens(sizes), usage.prompt_tokens);
+        let computed = match (stated, usage.cached_tokens) {
+            (Some(tokens), Some(cached)) => tokens.saturating_sub(cached),
+            (Some(tokens), None) => (prompt.tokens() as f64 * tokens as f64 / expected.max(1) as f64) as u64,
+            (None, _) => prompt.tokens(),
+        };
+        prompt.learn_time(computed);
+        stated.into_iter().for_each(|tokens| self.token_bytes.learn(sizes, tokens));
     }
 }

@@ -1,4 +1,4 @@
-//! A stream of events, with the cached tokens of another engine in place of those it states.
+//! A stream of events, with the cached tokens and the first token of another engine in its usage.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
@@ -10,14 +10,16 @@ use super::usage::{self, Usage};
 /// A longer event is passed on unchanged.
 const EVENT_BYTES_MAX: usize = 1 << 20;
 
-/// A body with changed numbers in events that state cached tokens, and with all other events byte for byte.
+/// A body with changed numbers in events with usage, and with all other events byte for byte.
 pub(super) struct Counted<B, F> {
     body: B,
     /// The beginning of an unfinished event.
     held: Vec<u8>,
-    /// Events that state cached tokens, until the right number is known.
+    /// Events with numbers to change, until the right ones are known.
     waiting: Vec<u8>,
     cached: Cached,
+    /// Tokens of the answer from another engine: the prompt of this stream's engine ends with them.
+    passed: u64,
     /// Called with the usage of the events.
     stated: F,
     has_ended: bool,
@@ -34,10 +36,11 @@ impl<B, F: FnMut(Usage)> Counted<B, F> {
     pub(super) fn new(
         body: B,
         cached: impl Future<Output = Option<u64>> + Send + 'static,
+        passed: u64,
         stated: F,
     ) -> Self {
         let cached = Cached::Awaited(Box::pin(cached));
-        Self { body, held: Vec::new(), waiting: Vec::new(), cached, stated, has_ended: false }
+        Self { body, held: Vec::new(), waiting: Vec::new(), cached, passed, stated, has_ended: false }
     }
 
     /// The events of `waiting`, once the number is known.
@@ -48,11 +51,15 @@ impl<B, F: FnMut(Usage)> Counted<B, F> {
         }
         let events = std::mem::take(&mut self.waiting);
         (self.stated)(Usage::of_events(str::from_utf8(&events).unwrap_or_default()));
-        let Cached::Known(Some(cached)) = self.cached else { return Poll::Ready(events.into()) };
+        let Cached::Known(cached) = self.cached else { return Poll::Ready(events.into()) };
         Poll::Ready(match String::from_utf8(events) {
-            Ok(events) => usage::event_with_cached(&events, cached).unwrap_or(events).into(),
+            Ok(events) => usage::event_with_counts(&events, cached, self.passed).unwrap_or(events).into(),
             Err(events) => events.into_bytes().into(),
         })
+    }
+
+    fn has_counts(&self, events: &[u8]) -> bool {
+        usage::states_cached(events) || self.passed > 0 && usage::states_usage(events)
     }
 
     /// Takes bytes of the stream. Returns whole events, or an unfinished one too long to be held.
@@ -102,7 +109,7 @@ impl<B: Body<Data = Bytes> + Unpin, F: FnMut(Usage) + Unpin> Body for Counted<B,
                 },
             };
             match events {
-                Some(events) if usage::states_cached(&events) => self.waiting = events.into(),
+                Some(events) if self.has_counts(&events) => self.waiting = events.into(),
                 Some(events) => return Poll::Ready(Some(Ok(Frame::data(events)))),
                 None => {}
             }
@@ -124,8 +131,12 @@ mod tests {
     );
 
     fn passed(stream: &str, frame_bytes: usize, cached: Option<u64>) -> String {
+        counted(stream, frame_bytes, cached, 0)
+    }
+
+    fn counted(stream: &str, frame_bytes: usize, cached: Option<u64>, passed: u64) -> String {
         let frames: Vec<_> = stream.as_bytes().chunks(frame_bytes).map(Bytes::copy_from_slice).collect();
-        let body = Counted::new(Payload::from(frames).body(), async move { cached }, |_| ());
+        let body = Counted::new(Payload::from(frames).body(), async move { cached }, passed, |_| ());
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         let passed = runtime.block_on(body.collect()).unwrap().to_bytes();
         String::from_utf8(passed.to_vec()).unwrap()
@@ -136,6 +147,9 @@ mod tests {
         for frame_bytes in [1, 2, 7, 50, usize::MAX] {
             assert_eq!(passed(STREAM, frame_bytes, Some(0)), STREAM.replace("899", "0"), "{frame_bytes}");
             assert_eq!(passed(STREAM, frame_bytes, None), STREAM);
+            let moved = "data: {\"usage\":{\"prompt_tokens\":9,\"completion_tokens\":3}}\n\n";
+            let right = moved.replace('9', "8").replace('3', "4");
+            assert_eq!(counted(moved, frame_bytes, None, 1), right);
             let windows = STREAM.replace('\n', "\r\n");
             assert_eq!(passed(&windows, frame_bytes, Some(0)), windows.replace("899", "0"), "{frame_bytes}");
             let cut = &STREAM[..STREAM.len() - 20];

@@ -5,11 +5,15 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use hyper::StatusCode;
+use prometheus::proto::MetricFamily;
 use tokio::time::Instant;
 
 use super::address::EngineAddress;
+use super::answer_terms::AnswerTerms;
+use super::engine_prompts::{AlonePrompt, EnginePrompts};
 use super::figures::{DROPPED, EngineFigures};
 use super::forward::Forwarder;
+use super::prompt_times::BegunPrompt;
 use super::tls::TowardsEngines;
 
 /// One request tries an engine again this long after it was unreachable or silent. Each failed trial doubles the pause, up to the longest.
@@ -19,8 +23,8 @@ pub(super) const DOWN_MAX: Duration = Duration::from_secs(30);
 const UNPROMISED_MAX: Duration = Duration::from_secs(2);
 /// Conversations given to an engine count half after this.
 const RECENT_HALF: Duration = Duration::from_secs(60);
-/// A length is asked for again after this: an engine may be replaced unnoticed between two requests.
-pub(super) const LENGTH_AGE_MAX: Duration = Duration::from_secs(60);
+/// Terms are asked for again after this: an engine may be replaced unnoticed between two requests.
+pub(super) const TERMS_AGE_MAX: Duration = Duration::from_secs(60);
 
 #[derive(Debug)]
 pub(super) struct RouteEngine {
@@ -41,7 +45,8 @@ pub(super) struct RouteEngine {
     /// Count of its last prompts in a row without an answer in time.
     late: AtomicU32,
     down: Mutex<Option<Down>>,
-    length: Mutex<Length>,
+    terms: Mutex<KnownTerms>,
+    prompts: Mutex<EnginePrompts>,
     pub(super) figures: EngineFigures,
     /// Time of its last sign of life to a waiting request. All waiting requests share a look.
     pub(super) seen: tokio::sync::Mutex<Option<Instant>>,
@@ -56,11 +61,12 @@ struct Down {
     tried: bool,
 }
 
-/// The known limit of tokens of a prompt and its answer.
-#[derive(Copy, Clone, Debug, Default)]
-struct Length {
-    /// The limit since the engine was last down, and its time: the engine may come back with another one.
-    said: Option<(u64, Instant)>,
+/// The known terms of the engine's answers.
+#[derive(Debug, Default)]
+struct KnownTerms {
+    /// The terms since the engine was last down, `None` if no other engine goes on with its answers, and their time: the engine may come
+    /// back with others.
+    said: Option<(Option<Arc<AnswerTerms>>, Instant)>,
     /// True if a question had no answer since the last answered one.
     is_missed: bool,
 }
@@ -79,9 +85,18 @@ pub(super) struct LoadShare {
     pub(super) weight: u64,
     /// True if its request tries an engine after a failure.
     pub(super) is_trial: bool,
+    /// The prompt that the engine computes, until the answer shows the end.
+    pub(super) prompt: Option<PromptShare>,
     begin: Instant,
     is_answered: bool,
     is_success: bool,
+}
+
+/// A prompt that an engine computes, until it is dropped.
+#[derive(Debug)]
+pub(super) struct PromptShare {
+    engine: Arc<RouteEngine>,
+    begun: BegunPrompt,
 }
 
 /// A prompt under way, awaited by a decode engine.
@@ -110,7 +125,8 @@ impl RouteEngine {
             is_unpromised: AtomicBool::new(false),
             late: AtomicU32::new(0),
             down: Mutex::default(),
-            length: Mutex::default(),
+            terms: Mutex::default(),
+            prompts: Mutex::default(),
             seen: Default::default(),
         })
     }
@@ -135,29 +151,35 @@ impl RouteEngine {
         self.down.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn length_known(&self) -> MutexGuard<'_, Length> {
-        self.length.lock().unwrap_or_else(PoisonError::into_inner)
+    fn known_terms(&self) -> MutexGuard<'_, KnownTerms> {
+        self.terms.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the limit of tokens of a prompt and its answer, `None` if unknown since the engine was last down.
-    pub(super) fn length(&self) -> Option<u64> {
-        self.length_known().said.map(|(length, _)| length)
+    /// Returns the terms of its answers, `None` if unknown since the engine was last down.
+    pub(super) fn terms(&self) -> Option<Arc<AnswerTerms>> {
+        self.known_terms().said.as_ref().and_then(|(terms, _)| terms.clone())
     }
 
-    pub(super) fn set_length(&self, length: u64, now: Instant) {
-        *self.length_known() = Length { said: Some((length, now)), is_missed: false };
+    pub(super) fn set_terms(&self, terms: AnswerTerms, now: Instant) {
+        *self.known_terms() = KnownTerms { said: Some((Some(Arc::new(terms)), now)), is_missed: false };
     }
 
-    /// Returns true if its limit must be asked for again.
-    pub(super) fn is_length_due(&self, now: Instant) -> bool {
-        self.length_known().said.is_none_or(|(_, at)| now >= at + LENGTH_AGE_MAX)
+    /// Returns true if its terms must be asked for again.
+    pub(super) fn are_terms_due(&self, now: Instant) -> bool {
+        self.known_terms().said.as_ref().is_none_or(|(_, at)| now >= *at + TERMS_AGE_MAX)
     }
 
-    /// Notes a question for the limit without an answer. Returns true for the first one while the limit is unknown. A known limit stays:
+    /// Notes a question for the terms without an answer. Returns true for the first one while the terms are unknown. Known terms stay:
     /// the question carries a client's token, and the token may be wrong.
-    pub(super) fn is_length_missed_first(&self) -> bool {
-        let mut length = self.length_known();
-        length.said.is_none() && !std::mem::replace(&mut length.is_missed, true)
+    pub(super) fn are_terms_missed_first(&self) -> bool {
+        let mut terms = self.known_terms();
+        terms.said.is_none() && !std::mem::replace(&mut terms.is_missed, true)
+    }
+
+    /// Notes that no other engine goes on with its answers. Returns true the first time.
+    pub(super) fn refuse_terms(&self, now: Instant) -> bool {
+        let before = self.known_terms().said.replace((None, now));
+        before.is_none_or(|(terms, _)| terms.is_some())
     }
 
     /// Returns the time of its last answered prompt, `None` if there is none since it was down.
@@ -199,7 +221,7 @@ impl RouteEngine {
     /// Notes a failure to reach the engine, or its silence.
     pub(super) fn set_down(&self, now: Instant) {
         *self.answered.lock().unwrap_or_else(PoisonError::into_inner) = None;
-        self.length_known().said = None;
+        self.known_terms().said = None;
         let mut down = self.down();
         let pause = match *down {
             None => DOWN,
@@ -231,12 +253,58 @@ impl RouteEngine {
     /// Notes an answer, and forgets earlier failures.
     pub(super) fn set_up(&self) {
         if self.down().take().is_some() {
-            self.length_known().is_missed = false;
+            self.known_terms().is_missed = false;
         }
     }
 
     pub(super) fn is_up(&self, now: Instant) -> bool {
         self.down().is_none_or(|down| down.until <= now)
+    }
+
+    /// Returns true if the next request tries the engine after a failure.
+    pub(super) fn is_trial_due(&self, now: Instant) -> bool {
+        self.down().is_some_and(|down| down.until <= now)
+    }
+
+    pub(super) fn prompts(&self) -> MutexGuard<'_, EnginePrompts> {
+        self.prompts.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn begin_prompt(self: &Arc<Self>, tokens: u64, until: Option<Instant>, now: Instant) -> PromptShare {
+        let begun = self.prompts().times.begin_prompt(tokens, until, now);
+        PromptShare { engine: Arc::clone(self), begun }
+    }
+
+    /// Adds a prompt of so many tokens to compute to a prefill engine's work, until the share is dropped.
+    pub(super) fn add_prompt(self: &Arc<Self>, tokens: u64, now: Instant) -> LoadShare {
+        let mut share = self.add_share(tokens, now);
+        share.prompt = Some(self.begin_prompt(tokens, None, now));
+        share
+    }
+
+    /// Adds a request to a decode engine's work, until the share is dropped, with the prompt that it computes alone. Only a stream shows the
+    /// end of that: another one counts for its expected time.
+    pub(super) fn add_request(
+        self: &Arc<Self>,
+        alone: Option<AlonePrompt>,
+        unknown: u64,
+        now: Instant,
+    ) -> LoadShare {
+        let mut share = self.add_share(1, now);
+        share.prompt = alone.map(|alone| {
+            let expected = self.prompts().times.expect_prompt(unknown, None, now);
+            let end = now + Duration::from_secs_f64(expected.map_or(0.0, |expected| expected.finish()));
+            self.begin_prompt(unknown, (!alone.is_stream).then_some(end), now)
+        });
+        share
+    }
+
+    /// The metrics of the engine, as it is now.
+    pub(super) fn gather(&self, now: Instant) -> Vec<MetricFamily> {
+        let prompts = self.prompts();
+        self.figures.show_times(prompts.times.tokens_per_second(), prompts.hand_over.seconds());
+        drop(prompts);
+        self.figures.gather(self.is_up(now), self.under_way())
     }
 
     /// Adds `weight` to its work until the share is dropped, for a request sent at once. The first request after a pause is a trial: without
@@ -252,6 +320,7 @@ impl RouteEngine {
             engine: Arc::clone(self),
             weight,
             is_trial,
+            prompt: None,
             begin: now,
             is_answered: false,
             is_success: false,
@@ -290,11 +359,43 @@ impl LoadShare {
         }
     }
 
+    /// Ends the prompt that a decode engine computed alone, and learns its time if the beginning of the answer shows it. Prompts of fewer
+    /// than `tokens_min` tokens show no more than what every prompt takes.
+    pub(super) fn end_prompt(&mut self, alone: Option<AlonePrompt>, is_shown: bool, tokens_min: u64) {
+        let (Some(prompt), Some(alone)) = (self.prompt.take(), alone) else { return };
+        if is_shown && alone.is_held && alone.engine == Some(self.engine.number) {
+            let (unknown, now) = (prompt.tokens(), Instant::now());
+            self.engine.prompts().judge_held(alone.tokens, unknown, self.begin.elapsed(), now);
+        } else if is_shown && prompt.tokens() >= tokens_min {
+            prompt.learn_time(prompt.tokens());
+        }
+    }
+
     /// Notes the time of a whole answer.
     pub(super) fn note_end(&self) {
         if self.is_success {
             self.engine.figures.note_whole(self.begin.elapsed());
         }
+    }
+}
+
+// === impl PromptShare ===
+
+impl PromptShare {
+    /// Learns from the prompt, computed until now, of so many tokens.
+    pub(super) fn learn_time(&self, tokens: u64) {
+        self.engine.prompts().times.learn_time(self.begun, tokens, Instant::now());
+    }
+
+    /// Returns the tokens to compute, as they were expected.
+    pub(super) fn tokens(&self) -> u64 {
+        self.begun.tokens
+    }
+}
+
+impl Drop for PromptShare {
+    fn drop(&mut self) {
+        self.engine.prompts().times.end_prompt(self.begun, Instant::now());
     }
 }
 

@@ -7,7 +7,10 @@ use tokio::time::Instant;
 
 use super::address::EngineAddress;
 use super::affinity::{Affinity, Trail};
+use super::answer_terms::AnswerTerms;
 use super::engine::{LoadShare, RouteEngine};
+use super::engine_prompts::AlonePrompt;
+use super::forward::RouteRequest;
 use super::tls::TowardsEngines;
 
 /// An engine with a prompt's beginning is passed over once it has this much more to do than the average.
@@ -41,6 +44,8 @@ pub(super) struct RouteEngines {
     tls: Option<Arc<TowardsEngines>>,
     role: EngineRole,
     affinity: Affinity,
+    /// Engines that began to answer a prompt: they have its KV.
+    answered: Affinity,
 }
 
 /// The engines of a role at one time.
@@ -80,7 +85,13 @@ impl EngineRole {
 impl RouteEngines {
     /// No engines so far. Later ones with https need `tls`.
     pub(super) fn new(role: EngineRole, tls: Option<Arc<TowardsEngines>>) -> Self {
-        Self { list: Mutex::default(), tls, role, affinity: Affinity::default() }
+        Self {
+            list: Mutex::default(),
+            tls,
+            role,
+            affinity: Affinity::default(),
+            answered: Affinity::default(),
+        }
     }
 
     /// Replaces the addresses of all engines. An engine with one of them keeps its state. An engine without
@@ -115,18 +126,17 @@ impl RouteEngines {
         self.all().iter().filter(|engine| engine.is_up(now)).count()
     }
 
-    /// Returns the most tokens of a prompt and its answer at any engine that is up; `None` if the limit of
-    /// one is unknown.
-    pub(super) fn length_max(&self, now: Instant) -> Option<u64> {
-        let all = self.all();
-        let up = all.iter().filter(|engine| engine.is_up(now));
-        up.map(|engine| engine.length()).collect::<Option<Vec<_>>>()?.into_iter().min()
+    /// Returns the terms of each engine that is up; `None` if those of one are unknown.
+    pub(super) fn terms(&self, now: Instant) -> Option<Vec<Arc<AnswerTerms>>> {
+        self.all().iter().filter(|engine| engine.is_up(now)).map(|engine| engine.terms()).collect()
     }
 
-    /// Returns the engines that are up and stated no limit lately.
-    pub(super) fn lengths_due(&self, now: Instant) -> Vec<Arc<RouteEngine>> {
-        let due = |engine: &&Arc<RouteEngine>| engine.is_up(now) && engine.is_length_due(now);
-        self.all().iter().filter(due).map(Arc::clone).collect()
+    /// Returns the engines that are up and stated no terms lately, with their role. A prompt tries a prefill engine first.
+    pub(super) fn terms_due(&self, now: Instant) -> Vec<(Arc<RouteEngine>, EngineRole)> {
+        let is_asked = |engine: &RouteEngine| self.role == EngineRole::Decode || !engine.is_trial_due(now);
+        let due =
+            |engine: &&Arc<RouteEngine>| engine.is_up(now) && engine.are_terms_due(now) && is_asked(engine);
+        self.all().iter().filter(due).map(|engine| (Arc::clone(engine), self.role)).collect()
     }
 
     /// Takes the best engine for a prompt of `weight` tokens, with the tokens that it must compute as its
@@ -138,10 +148,71 @@ impl RouteEngines {
         spared: Option<&RouteEngine>,
         now: Instant,
     ) -> Option<LoadShare> {
+        let (best, tokens) = self.choose_engine(trail, weight, spared, now)?;
+        Some(best.add_prompt(tokens, now))
+    }
+
+    /// Returns the best engine for a prompt of `weight` tokens, and the tokens that it must compute; `None` if no engine is up.
+    pub(super) fn choose_engine(
+        &self,
+        trail: &Trail,
+        weight: u64,
+        spared: Option<&RouteEngine>,
+        now: Instant,
+    ) -> Option<(Arc<RouteEngine>, u64)> {
         let known = self.affinity.known(trail);
         let best =
             self.ranked(trail, weight, spared, now).into_iter().next().filter(|best| best.is_up(now))?;
-        Some(best.add_share(known.remaining_tokens(best.number, weight, trail).max(1), now))
+        let tokens = known.remaining_tokens(best.number, weight, trail).max(1);
+        Some((best, tokens))
+    }
+
+    /// Returns the engines that are up, the best to answer a prompt first, with the tokens of `tokens` that each must compute.
+    pub(super) fn unknown_at_each(
+        &self,
+        trail: &Trail,
+        tokens: u64,
+        now: Instant,
+    ) -> Vec<(Arc<RouteEngine>, u64)> {
+        let known = self.answered.answered(trail);
+        let up = self.ranked(trail, 1, None, now).into_iter().filter(|engine| engine.is_up(now));
+        let unknown = |engine: &RouteEngine| known.remaining_tokens(engine.number, tokens, trail);
+        up.map(|engine| (Arc::clone(&engine), unknown(&engine))).collect()
+    }
+
+    /// Notes an engine as one that has the KV of a prompt.
+    pub(super) fn note_answered(&self, trail: &Trail, engine: &RouteEngine) {
+        self.answered.note_answered(trail, engine.number);
+    }
+
+    /// Returns all engines for a request: the one chosen for its prompt if that is up, then as [`Self::ranked`].
+    pub(super) fn ranked_for(
+        &self,
+        asked: &RouteRequest,
+        spared: Option<&RouteEngine>,
+        now: Instant,
+    ) -> Vec<Arc<RouteEngine>> {
+        let mut ranked = self.ranked(&asked.trail, 1, spared, now);
+        let chosen = asked.alone.and_then(|alone| alone.engine);
+        let is_chosen = |engine: &Arc<RouteEngine>| Some(engine.number) == chosen && engine.is_up(now);
+        if let Some(at) = ranked.iter().position(is_chosen) {
+            ranked[..=at].rotate_right(1);
+        }
+        ranked
+    }
+
+    /// Adds a request to an engine's work.
+    pub(super) fn add_request(
+        &self,
+        engine: &Arc<RouteEngine>,
+        asked: &RouteRequest,
+        now: Instant,
+    ) -> LoadShare {
+        let unknown = |alone: AlonePrompt| {
+            let known = self.answered.answered(&asked.trail);
+            known.remaining_tokens(engine.number, alone.tokens, &asked.trail)
+        };
+        engine.add_request(asked.alone, asked.alone.map_or(0, unknown), now)
     }
 
     /// Notes an engine as one with this prompt, now or soon.
@@ -162,7 +233,7 @@ impl RouteEngines {
         let all = self.all();
         let firsts = all.iter().enumerate();
         let firsts = firsts.filter(|(at, engine)| all[..*at].iter().all(|one| one.address != engine.address));
-        let gather = |engine: &RouteEngine| engine.figures.gather(engine.is_up(now), engine.under_way());
+        let gather = |engine: &RouteEngine| engine.gather(now);
         firsts.flat_map(|(_, engine)| gather(engine)).collect()
     }
 
@@ -252,7 +323,7 @@ mod tests {
 
     use super::*;
     use crate::affinity::PromptMark;
-    use crate::engine::{DOWN, DOWN_MAX, LENGTH_AGE_MAX};
+    use crate::engine::{DOWN, DOWN_MAX, TERMS_AGE_MAX};
 
     fn address(port: u16) -> EngineAddress {
         let url = format!("http://engine:{}", 8000 + port).parse().expect("a URL");
@@ -271,7 +342,11 @@ mod tests {
 
     /// A prompt of one mark.
     fn trail(hash: u64, is_own: bool) -> Trail {
-        Trail { marks: vec![PromptMark { hash, bytes: 100, is_own }], bytes: 100, ..Trail::default() }
+        Trail {
+            marks: vec![PromptMark { hash, bytes: 100, is_own, is_answer: false }],
+            bytes: 100,
+            ..Trail::default()
+        }
     }
 
     #[test]
@@ -346,28 +421,36 @@ mod tests {
     }
 
     #[test]
-    fn a_length_is_that_of_each_engine_that_is_up_and_said_anew_after_it_was_down() {
+    fn terms_are_those_of_each_engine_that_is_up_and_said_again_after_it_was_down() {
         let (engines, now) = (engines(2), Instant::now());
-        engines.all()[0].set_length(10, now);
-        assert_eq!(engines.length_max(now), None, "the other one has not said its own");
-        engines.all()[1].set_length(20, now);
-        assert_eq!(engines.length_max(now), Some(10));
+        let terms = |length| {
+            let mut terms = AnswerTerms::default();
+            terms.length = length;
+            terms
+        };
+        let lengths = |now| Some(engines.terms(now)?.iter().map(|terms| terms.length).collect::<Vec<_>>());
+        engines.all()[0].set_terms(terms(10), now);
+        assert_eq!(lengths(now), None, "the other one has not said its own");
+        engines.all()[1].set_terms(terms(20), now);
+        assert_eq!(lengths(now), Some(vec![10, 20]));
         engines.all()[0].set_down(now);
-        assert_eq!(engines.length_max(now), Some(20), "an engine that is down is not waited for");
+        assert_eq!(lengths(now), Some(vec![20]), "an engine that is down is not waited for");
         engines.all()[0].set_up();
-        assert_eq!(engines.length_max(now), None, "it may have come back with another one");
-        assert!(engines.all()[0].is_length_missed_first() && !engines.all()[0].is_length_missed_first());
-        engines.all()[0].set_length(5, now);
-        assert_eq!(engines.length_max(now), Some(5));
-        let later = now + LENGTH_AGE_MAX;
-        assert!(engines.lengths_due(later - Duration::from_millis(1)).is_empty());
-        assert_eq!(engines.lengths_due(later).len(), 2);
-        assert_eq!(engines.length_max(later), Some(5), "it holds while the engine is asked again");
-        assert!(!engines.all()[0].is_length_missed_first(), "a client's token may be wrong");
-        assert_eq!(engines.length_max(now), Some(5));
+        assert_eq!(lengths(now), None, "it may have come back with others");
+        assert!(engines.all()[0].are_terms_missed_first() && !engines.all()[0].are_terms_missed_first());
+        engines.all()[0].set_terms(terms(5), now);
+        let later = now + TERMS_AGE_MAX;
+        assert!(engines.terms_due(later - Duration::from_millis(1)).is_empty());
+        assert_eq!(engines.terms_due(later).len(), 2);
+        assert_eq!(lengths(later), Some(vec![5, 20]), "they hold while the engine is asked again");
+        assert!(!engines.all()[0].are_terms_missed_first(), "a client's token may be wrong");
+        assert_eq!(lengths(now), Some(vec![5, 20]));
+        assert!(engines.all()[0].refuse_terms(later) && !engines.all()[0].refuse_terms(later), "named once");
+        assert_eq!(lengths(now), None);
+        assert_eq!(engines.terms_due(later).len(), 1, "it is asked again as late as the other one");
         engines.all()[0].set_down(now);
         engines.all()[0].set_up();
-        assert!(engines.all()[0].is_length_missed_first(), "it is named once more after it was down");
+        assert!(engines.all()[0].are_terms_missed_first(), "it is named once more after it was down");
     }
 
     #[test]

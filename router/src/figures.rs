@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use hyper::StatusCode;
 use prometheus::proto::MetricFamily;
-use prometheus::{Histogram, HistogramOpts, IntCounter, IntCounterVec, IntGauge, Registry};
+use prometheus::{Gauge, Histogram, HistogramOpts, IntCounter, IntCounterVec, IntGauge, Registry};
 
 use super::handed_over::HandedOver;
 use sidecar::pages::metrics::figures::{
@@ -36,6 +36,10 @@ pub(super) struct EngineFigures {
     /// Prompts of the engine, put to engines once more.
     pub(super) retries: IntCounter,
     hand_overs: IntCounterVec,
+    speed: IntGauge,
+    hand_over: Gauge,
+    /// Tokens of prompts that it computed alone by the placement.
+    pub(super) alone_tokens: IntCounter,
 }
 
 // === impl EngineFigures ===
@@ -71,7 +75,28 @@ impl EngineFigures {
         let results = HandedOver::ALL.map(HandedOver::name);
         let hand_overs =
             counters_of(&registry, "route_engine_handovers_total", hand_overs, "result", &results)?;
-        Ok(Self { registry, up, load, open, answers, first, whole, retries, hand_overs })
+        let speed = "Prompt tokens a second of the engine's fastest answers; 0: unknown.";
+        let speed = register_gauge(&registry, "route_engine_prefill_tokens_per_second", speed)?;
+        let text = "Mean time from a prefill engine's answer to the first token of a hand-over; 0: unknown.";
+        let hand_over = Gauge::new("pillion_route_engine_handover_seconds", text)?;
+        let hand_over = register_metric(&registry, hand_over)?;
+        let alone_tokens =
+            "Tokens of prompts that the engine computed alone, as sooner or for --ttft-target.";
+        let alone_tokens = register_counter(&registry, "route_engine_alone_tokens_total", alone_tokens)?;
+        Ok(Self {
+            registry,
+            up,
+            load,
+            open,
+            answers,
+            first,
+            whole,
+            retries,
+            hand_overs,
+            speed,
+            hand_over,
+            alone_tokens,
+        })
     }
 
     /// Counts an answer by its status, or by the code of its absence.
@@ -95,6 +120,12 @@ impl EngineFigures {
 
     pub(super) fn count_result(&self, result: HandedOver) {
         self.hand_overs.with_label_values(&[result.name()]).inc();
+    }
+
+    /// Sets the learned times.
+    pub(super) fn show_times(&self, speed: Option<f64>, hand_over: Option<f64>) {
+        show_gauge(&self.speed, speed.unwrap_or(0.0) as u64);
+        self.hand_over.set(hand_over.unwrap_or(0.0));
     }
 
     /// The families of this engine, with its state as it is now.

@@ -9,18 +9,34 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::api::Api;
-use super::body::Fields;
+use super::body::{Fields, find_entry};
+use super::forward::PassedToken;
 use super::prompt::Prompt;
 use super::requests;
+use super::usage::Usage;
 
 /// Fields of a request that let a second engine go on as the first would: each token depends on the tokens
-/// before it alone.
-const FREE: [&str; 9] =
-    ["model", "prompt", "max_tokens", "stream", "temperature", "top_p", "top_k", "min_p", "ignore_eos"];
+/// before it alone, also those of the prompt.
+const FREE: [&str; 10] = [
+    "model",
+    "prompt",
+    "max_tokens",
+    "stream",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "ignore_eos",
+];
 /// The keys of the first event, and of its one choice, in the answer of an engine after one token.
 const EVENT: [&str; 5] = ["id", "object", "created", "model", "choices"];
 const CHOICE: [&str; 7] =
     ["index", "text", "logprobs", "finish_reason", "stop_reason", "prompt_token_ids", "token_ids"];
+/// The keys of the last event of a stream with its usage.
+const USAGE_EVENT: [&str; 6] = ["id", "object", "created", "model", "choices", "usage"];
+/// The option of a stream with that event.
+const USAGE: &str = "include_usage";
 /// vLLM's own version, in the last event of a stream alone.
 const LAST_ONLY: &str = ",\"system_fingerprint\":\"";
 const DONE: &str = "data: [DONE]\n\n";
@@ -34,6 +50,13 @@ pub(super) struct First {
     ids: Vec<u64>,
     /// The most tokens after the first one.
     left: u64,
+    pub(super) passed: PassedToken,
+}
+
+/// The events of an answer of one token.
+struct TokenEvents<'a> {
+    token: &'a str,
+    usage: Option<&'a str>,
 }
 
 /// The parts of an engine's event that decide if its token is passed on.
@@ -55,7 +78,11 @@ struct Choice {
 pub(super) fn may_be_split(request: &Fields, prompt: &Prompt) -> bool {
     let is_said = |name: &str, value: &Value| match name {
         "n" => *value != json!(1),
-        "stream_options" => value.as_object().is_none_or(|options| options.values().any(is_set)),
+        // The engines' own defaults are neutral, too.
+        "presence_penalty" | "frequency_penalty" => !value.is_null() && value.as_f64() != Some(0.0),
+        "stream_options" => value.as_object().is_none_or(|options| {
+            options.iter().any(|(name, value)| is_set(value) && (name != USAGE || *value != json!(true)))
+        }),
         _ => is_set(value),
     };
     prompt.is_one
@@ -82,14 +109,17 @@ pub(super) fn make_token_request(request: &Fields) -> serde_json::Result<Fields>
     let mut made = requests::make_prefill(Api::Completions, request)?;
     made.set_field("stream", true);
     made.set_field("return_token_ids", true);
+    if includes_usage(request) {
+        made.set_field("stream_options", json!({ USAGE: true }));
+    }
     Ok(made)
 }
 
 /// Reads the prefill engine's `answer` to a request. Returns `None` if the decode engine must send the first
 /// token, also if prompt and answer may be longer than `length_max` tokens.
 pub(super) fn read_first_token(answer: &[u8], request: &Fields, length_max: u64) -> Option<First> {
-    let event = std::str::from_utf8(answer).ok()?.strip_suffix(DONE)?;
-    let line = event.strip_prefix("data: ")?.strip_suffix("\n\n").filter(|line| !line.contains('\n'))?;
+    let events = split_events(std::str::from_utf8(answer).ok()?, includes_usage(request))?;
+    let line = events.token;
     let [choice] = <[Choice; 1]>::try_from(serde_json::from_str::<TokenEvent>(line).ok()?.choices).ok()?;
     // A stream that stops here has no rest. After an empty text or a part of a letter, an engine writes the
     // rest in another way.
@@ -101,7 +131,67 @@ pub(super) fn read_first_token(answer: &[u8], request: &Fields, length_max: u64)
     let left = max_tokens(request)?.checked_sub(1)?;
     let ids = [choice.prompt_token_ids, choice.token_ids].concat();
     let is_taken = left.saturating_add(ids.len() as u64) <= length_max;
-    is_taken.then(|| First { event: format!("data: {event}\n\n").into(), ids, left })
+    let passed =
+        PassedToken { cached: events.usage.and_then(|usage| Usage::of_answer(usage, None).cached_tokens) };
+    is_taken.then(|| First { event: format!("data: {event}\n\n").into(), ids, left, passed })
+}
+
+/// Returns true if the last event of a stream has its usage.
+fn includes_usage(request: &Fields) -> bool {
+    request.get("stream_options").is_some_and(|options| find_entry(options, USAGE) == Some("true"))
+}
+
+/// Returns the events of an answer of one token, `None` if it has others.
+fn split_events(answer: &str, has_usage: bool) -> Option<TokenEvents<'_>> {
+    let events = answer.strip_suffix(DONE)?;
+    let mut lines = events.strip_suffix("\n\n")?.split("\n\n").map(|event| {
+        let line = event.strip_prefix("data: ")?;
+        (!line.contains('\n')).then_some(line)
+    });
+    let (token, usage) = (lines.next()??, if has_usage { Some(lines.next()??) } else { None });
+    let is_usage = |usage: &str| {
+        let usage: Value = serde_json::from_str(usage).unwrap_or_default();
+        let others = usage.as_object().map(|it| it.keys().filter(|key| *key != "system_fingerprint").count());
+        others == Some(USAGE_EVENT.len())
+            && USAGE_EVENT.iter().all(|key| usage.get(key).is_some())
+            && usage["choices"] == json!([])
+    };
+    (lines.next().is_none() && usage.is_none_or(is_usage)).then_some(TokenEvents { token, usage })
+}
+
+/// Returns the form of a stream's events, by an engine's answer of one token with usage: without values, and the first event as that of a
+/// longer stream.
+pub(super) fn read_form(answer: &str) -> Option<String> {
+    let events = split_events(answer, true)?;
+    let (line, mut form) = (format!("{} {}", as_first(events.token)?, events.usage?), String::new());
+    let mut rest = line.as_str();
+    while let Some(begin) = rest.find(|sign: char| sign == '"' || sign.is_ascii_digit()) {
+        form.push_str(&rest[..begin]);
+        rest = &rest[begin..];
+        let Some(text) = rest.strip_prefix('"') else {
+            form.push('0');
+            rest = rest.trim_start_matches(|sign: char| sign.is_ascii_digit());
+            continue;
+        };
+        let mut is_escaped = false;
+        let ends = |sign: char| {
+            let was_escaped = is_escaped;
+            is_escaped = sign == '\\' && !was_escaped;
+            sign == '"' && !was_escaped
+        };
+        let end = text.find(ends)?;
+        let is_key = text[end + 1..].starts_with(':');
+        form.push_str(if is_key { &text[..end] } else { "\"" });
+        rest = &text[end + 1..];
+    }
+    Some(form + rest)
+}
+
+/// Returns the count of a prompt's tokens, as an engine's event lists them.
+pub(super) fn count_prompt(answer: &str) -> Option<u64> {
+    let (_, ids) = answer.split_once("\"prompt_token_ids\":[")?;
+    let (ids, _) = ids.split_once(']')?;
+    Some(ids.split(',').filter(|id| !id.is_empty()).count() as u64)
 }
 
 /// The only event of a stream as the first of a longer one. A quotation mark within a text has a backslash
@@ -200,6 +290,23 @@ mod tests {
     }
 
     #[test]
+    fn a_stream_with_usage_has_its_event_and_states_the_cached_tokens() {
+        let mut request = asked();
+        request.set_field("stream_options", json!({ "include_usage": true }));
+        let made = make_token_request(&request).expect("JSON");
+        assert_eq!(made.get("stream_options"), Some(r#"{"include_usage":true}"#));
+        let usage = r#"{"id":"cmpl-1","object":"text_completion","created":7,"model":"m","choices":[],"usage":{"prompt_tokens":2,"completion_tokens":1,"prompt_tokens_details":{"cached_tokens":1}}}"#;
+        let with = |usage: &str| ANSWER.replace("data: [DONE]", &format!("data: {usage}\n\ndata: [DONE]"));
+        let read = |answer: &str, request: &Fields| read_first_token(answer.as_bytes(), request, 6);
+        let first = read(&with(usage), &request).expect("exact");
+        assert_eq!((first.passed.cached, first.ids.len()), (Some(1), 3));
+        assert_eq!(first.event, read(ANSWER, &asked()).expect("exact").event);
+        assert_eq!(read(ANSWER, &request), None, "the event is missing");
+        assert_eq!(read(&with(usage), &asked()), None, "nothing asked for it");
+        assert_eq!(read(&with(&usage.replacen("\"usage\":", "\"metrics\":1,\"usage\":", 1)), &request), None);
+    }
+
+    #[test]
     fn requests_that_a_second_engine_goes_on_with() {
         assert!(is_split(&asked()));
         let with = |name: &str, value: &Value| {
@@ -209,14 +316,14 @@ mod tests {
         };
         let same = json!({
             "n": 1, "seed": null, "stop": [], "echo": false, "logprobs": null, "stream_options": { "include_usage": false },
-            "top_k": 3, "ignore_eos": true, "prompt": [1, 2],
+            "top_k": 3, "ignore_eos": true, "prompt": [1, 2], "repetition_penalty": 1.1, "presence_penalty": 0, "frequency_penalty": 0.0,
         });
         for (name, value) in same.as_object().expect("an object") {
             assert!(with(name, value), "{name}");
         }
         let others = json!({
-            "n": 2, "seed": 0, "stop": ["a"], "echo": true, "logprobs": 0, "stream_options": { "include_usage": true },
-            "presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1, "min_tokens": 3, "max_tokens": 1,
+            "n": 2, "seed": 0, "stop": ["a"], "echo": true, "logprobs": 0, "stream_options": { "include_usage": true, "continuous_usage_stats": true },
+            "presence_penalty": 0.5, "frequency_penalty": 0.5, "min_tokens": 3, "max_tokens": 1,
             "return_token_ids": true, "response_format": { "type": "json_object" }, "structured_outputs": {}, "stream": false,
             "suffix": "a", "prompt": ["a", "b"], "logit_bias": { "5": 1 }, "skip_special_tokens": true, "bad_words": ["a"],
             "truncate_prompt_tokens": 3, "what_comes_next": 0,
@@ -225,6 +332,7 @@ mod tests {
             assert!(!with(name, value), "{name}");
         }
         assert!(with("prompt", &json!(["a"])), "one prompt, in a list");
+        assert!(with("stream_options", &json!({ "include_usage": true, "continuous_usage_stats": false })));
         let deep = format!("{}{}", "[".repeat(200), "]".repeat(200));
         let tools = asked().payload().joined();
         let tools = [b"{\"tools\":", deep.as_bytes(), b",", &tools[1..]].concat();

@@ -11,13 +11,14 @@ use http_body_util::combinators::UnsyncBoxBody;
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::{Body, Bytes, Frame, Incoming};
 use hyper::header::{
-    CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, HOST, HeaderMap, HeaderName, LOCATION, TE, TRAILER,
-    TRANSFER_ENCODING, UPGRADE,
+    CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, HOST, HeaderMap, HeaderName, HeaderValue, LOCATION, TE,
+    TRAILER, TRANSFER_ENCODING, UPGRADE,
 };
 use hyper::http::response;
 use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::client::legacy::Client;
 use hyper_util::rt::TokioExecutor;
+use serde_json::Value;
 use serde_json::value::RawValue;
 
 use super::access::Noted;
@@ -26,6 +27,7 @@ use super::affinity::Trail;
 use super::api::{Api, RequestTarget};
 use super::body::{Fields, Payload, PayloadBody};
 use super::connector::Connector;
+use super::engine_prompts::AlonePrompt;
 use super::first_frames::{self, FirstFrames};
 use super::memory::BodyRoom;
 use super::prompt::{self, Prompt};
@@ -56,10 +58,21 @@ pub(super) struct RouteRequest {
     pub(super) body: Payload,
     /// The hashes that decide the request's engines.
     pub(super) trail: Arc<Trail>,
+    /// The prompt, if a decode engine computes it alone.
+    pub(super) alone: Option<AlonePrompt>,
+    /// The token of the answer that the client has from another engine.
+    pub(super) passed: Option<PassedToken>,
     pub(super) breaks: Arc<Breaks>,
     pub(super) noted: Arc<Noted>,
     /// The request's room in the memory for bodies, held by each copy of it.
     pub(super) _room: Option<Arc<BodyRoom>>,
+}
+
+/// The first token of an answer, passed on before the rest is asked for: the last one of that request's prompt.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(super) struct PassedToken {
+    /// Cached tokens of the prompt, as the engine of the token stated them.
+    pub(super) cached: Option<u64>,
 }
 
 /// A request, and for a prompt to two engines its parsed body.
@@ -130,7 +143,26 @@ impl RouteRequest {
         let (method, path, target) = (Method::GET, path.into(), RequestTarget::One);
         let (body, trail, breaks, noted) =
             (Payload::default(), Arc::default(), Arc::default(), Arc::default());
-        Self { method, path, target, headers, body, trail, breaks, noted, _room: None }
+        Self {
+            method,
+            path,
+            target,
+            headers,
+            body,
+            trail,
+            alone: None,
+            passed: None,
+            breaks,
+            noted,
+            _room: None,
+        }
+    }
+
+    /// The router's own prompt for an engine.
+    pub(super) fn own_prompt(path: &str, mut headers: HeaderMap, body: &Value) -> Self {
+        headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+        let body = Payload::from(vec![Bytes::from(body.to_string())]);
+        Self { method: Method::POST, body, ..Self::page(path, headers) }
     }
 
     /// Reads the body, and removes the client's own parameters for connectors. Fails with the text for the
@@ -177,9 +209,14 @@ impl RouteRequest {
         }
     }
 
-    /// The same request with another body.
+    /// The same request with another body, of a prompt that another engine computes.
     pub(super) fn with(&self, fields: &Fields) -> Self {
         Self { body: fields.payload(), ..self.clone() }
+    }
+
+    /// The same request with another body, of a prompt that a decode engine computes alone.
+    pub(super) fn with_alone(&self, fields: &Fields, alone: AlonePrompt) -> Self {
+        Self { alone: Some(alone), ..self.with(fields) }
     }
 }
 
@@ -295,6 +332,12 @@ pub(super) fn remove_connection_headers(headers: &mut HeaderMap) {
 impl OpenedAnswer {
     pub(super) fn status(&self) -> StatusCode {
         self.answer.status()
+    }
+
+    /// Returns true if a part of a successful stream is there: its prompt is computed.
+    pub(super) fn is_begun_stream(&self) -> bool {
+        let is_begun = self.status().is_success() && !self.given_up && !self.first_frames.is_empty();
+        is_begun && is_of(self.answer.headers(), EVENTS)
     }
 
     /// The id of the response stored by the engine: the first id in its answer.

@@ -27,8 +27,19 @@ pub fn read_request(path: &str, body: &[u8]) -> Option<[Value; 2]> {
     let (payload, trail, breaks, noted) =
         (Payload::default(), Arc::default(), Arc::default(), Arc::default());
     let target = RequestTarget::of_request(&method, &path);
-    let asked =
-        RouteRequest { method, path, target, headers, body: payload, trail, breaks, noted, _room: None };
+    let asked = RouteRequest {
+        method,
+        path,
+        target,
+        headers,
+        body: payload,
+        trail,
+        alone: None,
+        passed: None,
+        breaks,
+        noted,
+        _room: None,
+    };
     let (_, prompt) = asked.parse_body(Bytes::copy_from_slice(body)).ok()?;
     let prompt = prompt?;
     // JSON of more levels than serde_json reads still goes to an engine.

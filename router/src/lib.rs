@@ -13,6 +13,7 @@
 mod access;
 mod address;
 mod affinity;
+mod answer_terms;
 mod api;
 mod body;
 mod computing;
@@ -20,6 +21,7 @@ mod connector;
 mod counted;
 mod counters;
 mod engine;
+mod engine_prompts;
 mod engines;
 mod everywhere;
 mod figures;
@@ -29,16 +31,18 @@ mod forward;
 pub mod fuzzed;
 mod handed_over;
 mod intake;
-mod length;
 mod listed;
 mod memory;
 mod names;
 mod pairing;
 mod passing;
+mod placement;
 mod prompt;
+mod prompt_times;
 mod refresh;
 mod requests;
 mod server;
+mod terms;
 mod tls;
 mod tokens;
 mod usage;
@@ -68,11 +72,11 @@ use self::engine::{LoadShare, RouteEngine};
 use self::engines::{EngineRole, RouteEngines};
 use self::forward::{Answer, ForwardError, OpenedAnswer, RouteRequest};
 use self::intake::UnreadBody;
-use self::length::Lengths;
 use self::memory::BodyMemory;
 use self::prompt::Whole;
 pub use self::server::serve_router;
 use self::server::{make_answer, make_failure};
+use self::terms::TermsAsked;
 use self::tls::RouteTls;
 use self::tokens::TokenBytes;
 use sidecar::config::{IpPort, LogFormat, Severity, Size, Time};
@@ -112,44 +116,50 @@ pub struct RouteOptions {
     pub decode: Vec<EngineUrl>,
     /// A TOML file with both lists, prefill = ["URL"] and decode = ["URL"], instead of --prefill and --decode
     ///
-    /// The router reads the file again at each --refresh-interval, and on SIGHUP. A malformed file changes nothing, and the log names the
-    /// line.
+    /// The router reads it again at each --refresh-interval, and on SIGHUP. A malformed file changes nothing; the log names the line.
     #[arg(long, env = "PILLION_ENGINES", value_name = "FILE")]
     pub engines: Option<PathBuf>,
     /// Time between two lookups of engines' names, and two reads of --engines and of TLS files; SIGHUP starts both at once
     ///
-    /// 1s or more. A failed lookup keeps the engines of a name. An engine that left the list gets no more requests, and finishes its own.
+    /// 1s or more. A failed lookup keeps the engines of a name. An engine that left finishes its requests.
     #[arg(long, env = "PILLION_REFRESH_INTERVAL", default_value = "10s", value_name = "TIME")]
     pub refresh_interval: Time,
     /// Address for clients
     #[arg(long, env = "PILLION_ROUTE_LISTEN", default_value = "0.0.0.0:8000", value_name = "IP:PORT")]
     pub listen: IpPort,
-    /// Least tokens of a prompt for a prefill engine; shorter prompts go to a decode engine alone
+    /// Least tokens for a prefill engine: a decode engine alone gets a prompt of which it has all but fewer tokens
     ///
     /// The router estimates tokens from bytes of text, by the counts in engines' answers.
     #[arg(long, env = "PILLION_MIN_REMOTE_TOKENS", default_value_t = 256, value_name = "TOKENS")]
     pub min_remote_tokens: u64,
+    /// Most of a decode engine's time, in percent of any 10 s, for prompts that would wait longer for a prefill engine
+    ///
+    /// Gaps between tokens of its answers grow meanwhile. Without answers it may spend any time. 0: none.
+    #[arg(long, env = "PILLION_DECODE_PROMPT_SHARE", default_value_t = 25, value_parser = clap::value_parser!(u8).range(0..=100), value_name = "PERCENT")]
+    pub decode_prompt_share: u8,
+    /// Wanted time to the first token: a decode engine computes a prompt alone only if a prefill engine would exceed it, and be later
+    ///
+    /// Without it, if that saves at least the decode engine's own time.
+    #[arg(long, env = "PILLION_TTFT_TARGET", value_name = "TIME")]
+    pub ttft_target: Option<Time>,
     /// When the decode engine gets the request: prefill-first, once the prompt is computed; at-once, together with the prefill engine;
     /// by-load, together if the router has no other prompt at the prefill engine and this prompt has at most 65,536 tokens
     ///
-    /// Together with the prefill engine, the decode engine waits at most 30 s for it, with any --prefill-timeout, then computes the prompt
-    /// itself. Use prefill-first if prompts take longer.
+    /// Together, the decode engine waits at most 30 s, then computes the prompt itself. Use prefill-first if prompts take longer.
     #[arg(long, env = "PILLION_ORDER", value_enum, default_value_t = AskOrder::ByLoad, value_name = "by-load|prefill-first|at-once")]
     pub order: AskOrder,
-    /// Stream the prefill engine's first token as soon as the prompt is computed, if the stream stays equal to that of one engine
+    /// Stream the prefill engine's first token before the decode engine continues, if the stream stays equal to that of one engine
     ///
-    /// The decode engine continues behind that token. For streams of /v1/completions with the fields that docs/prefill-decode.md lists, with
-    /// any --order. Not for engines with a default presence_penalty or frequency_penalty (generation_config.json,
-    /// --override-generation-config), or with logits processors that read an answer's tokens: the decode engine would not count the first one.
-    #[arg(long, env = "PILLION_FIRST_TOKEN", num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value_t = false, value_name = "true|false")]
+    /// For streams of /v1/completions, with any --order, while all engines state equal terms.
+    #[arg(long, env = "PILLION_FIRST_TOKEN", num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value_t = true, action = clap::ArgAction::Set, value_name = "true|false")]
     pub first_token: bool,
     /// Time after which the decode engine computes a prompt that the prefill engine has not computed
     #[arg(long, env = "PILLION_PREFILL_TIMEOUT", default_value = "60s", value_name = "TIME")]
     pub prefill_timeout: Time,
     /// Time after SIGTERM with new clients still accepted, while /health answers with status 503
     ///
-    /// A Service stops sending clients here within this time, and each answer has Connection: close. Streams then have 20 s to end: give
-    /// terminationGracePeriodSeconds more than both.
+    /// A Service stops sending clients here within this time. Streams then have 20 s to end: give terminationGracePeriodSeconds more than
+    /// both.
     #[arg(long, env = "PILLION_DRAIN_TIME", default_value = "5s", value_name = "TIME")]
     pub drain_time: Time,
     /// Memory for bodies of requests whose answers have not begun
@@ -205,7 +215,7 @@ struct Router {
     tls: RouteTls,
     counters: RouteCounters,
     access: Option<AccessLog>,
-    lengths: Lengths,
+    terms: TermsAsked,
     token_bytes: TokenBytes,
     memory: Arc<BodyMemory>,
     /// Long bodies are read one by one: the reader of a body may copy its longest name.
@@ -223,7 +233,7 @@ impl Router {
         let tls = RouteTls::from_options(&options).map_err(anyhow::Error::msg)?;
         let engines = |role| RouteEngines::new(role, tls.engines.clone());
         let (prefill, decode) = (engines(EngineRole::Prefill), engines(EngineRole::Decode));
-        let (lengths, token_bytes) = (Lengths::default(), TokenBytes::default());
+        let (terms, token_bytes) = (TermsAsked::default(), TokenBytes::default());
         let (memory, long_bodies) = (BodyMemory::new(options.request_memory.as_bytes()), Semaphore::new(1));
         let (counters, refusal_logged) = (RouteCounters::new()?, Mutex::default());
         let started = options
@@ -237,7 +247,7 @@ impl Router {
             tls,
             counters,
             access,
-            lengths,
+            terms,
             token_bytes,
             memory,
             long_bodies,
@@ -301,6 +311,8 @@ impl Router {
             headers,
             body: payload,
             trail,
+            alone: None,
+            passed: None,
             breaks,
             noted: Arc::clone(&noted),
             _room: room,
@@ -386,13 +398,14 @@ impl Router {
         asked: RouteRequest,
         computing: Option<Computing>,
     ) -> (Response<Answer>, Option<Arc<RouteEngine>>) {
+        let passed = asked.passed;
         match self.send_to_engine(spared, asked).await {
             Ok((opened, share)) => {
                 let given_up = opened.given_up.then(|| Arc::clone(&share.engine));
                 if given_up.is_none() && opened.status().is_success() {
-                    computing.iter().for_each(Computing::answer_began);
+                    computing.iter().for_each(|computing| computing.answer_began(&share.engine, &opened));
                 }
-                (passing::pass_answer(opened, share, computing).await, given_up)
+                (passing::pass_answer(opened, share, computing, passed).await, given_up)
             }
             Err(failure) => (failure, None),
         }
@@ -413,7 +426,7 @@ impl Router {
     ) -> Result<(OpenedAnswer, LoadShare), Response<Answer>> {
         let (mut problems, mut status) = (Vec::new(), StatusCode::BAD_GATEWAY);
         let breaks_max = u32::from(asked.api().is_some());
-        let mut ranked = self.decode.ranked(&asked.trail, 1, spared, Instant::now()).into_iter().peekable();
+        let mut ranked = self.decode.ranked_for(&asked, spared, Instant::now()).into_iter().peekable();
         if ranked.peek().is_none() {
             problems.push(
                 "no name of an engine has an address; the log names those that were not resolved".into(),
@@ -424,7 +437,7 @@ impl Router {
                 problems.push("engines broke off on it, so no other one is asked".into());
                 break;
             }
-            let mut share = engine.add_share(1, Instant::now());
+            let mut share = self.decode.add_request(&engine, &asked, Instant::now());
             asked.noted.notes().decode = Some(engine.address.to_string());
             if !asked.trail.is_bound {
                 self.decode.note_prompt(&asked.trail, &engine, Instant::now());
@@ -437,6 +450,8 @@ impl Router {
             };
             asked.breaks.count_break(&answer);
             share.note_answer(code_of(answer.as_ref().map(OpenedAnswer::status)));
+            let is_shown = answer.as_ref().is_ok_and(OpenedAnswer::is_begun_stream);
+            share.end_prompt(asked.alone, is_shown, self.options.min_remote_tokens);
             let error = match answer {
                 // The engine is up, and its queue is full: vLLM limits it.
                 Ok(opened)
@@ -456,6 +471,9 @@ impl Router {
                 }
                 Ok(opened) => {
                     engine.set_up();
+                    if asked.api().is_some() && opened.status().is_success() && !opened.given_up {
+                        self.decode.note_answered(&asked.trail, &engine);
+                    }
                     if asked.api() == Some(Api::Responses)
                         && let Some(id) = opened.response_id()
                     {

@@ -13,7 +13,9 @@ use super::body::Fields;
 use super::computing::{self, Computing, Outcome};
 use super::counters::{PAIR, PromptFailure};
 use super::engine::{LoadShare, RouteEngine};
+use super::engine_prompts::AlonePrompt;
 use super::forward::{Answer, PromptAsked, RouteRequest, continue_stream};
+use super::placement::place_prompt;
 use super::prompt::Whole;
 use super::{AskOrder, Router, first_token, requests};
 use sidecar::pages::connections::run_until;
@@ -33,35 +35,24 @@ impl Router {
         prompt: &PromptAsked,
     ) -> Response<Answer> {
         let (tokens, fields) = (self.token_bytes.tokens(&prompt.prompt.sizes()), &prompt.fields);
-        let whole = prompt.prompt.whole.or((tokens < self.options.min_remote_tokens).then_some(Whole::Short));
-        let share = match whole {
-            None => self.take_prefill_share(asked, tokens, None).ok_or(Whole::NoPrefill),
-            Some(whole) => Err(whole),
-        };
-        let share = match share {
-            // The prefill engine may still be down: no client waits for a trial.
-            Ok(share) if share.is_trial => {
-                self.start_prefill(share, asked, prompt).unpin();
-                Err(Whole::NoPrefill)
-            }
-            share => share,
-        };
-        let share = match share {
+        let begins = self.options.first_token
+            && prompt.api == Api::Completions
+            && first_token::may_be_split(fields, &prompt.prompt)
+            && self.length_of_all(asked).is_some();
+        let token_request = first_token::make_token_request(fields).ok().filter(|_| begins);
+        let share = match self.choose_way(asked, prompt, tokens, token_request.is_some()) {
             Ok(share) => share,
-            Err(whole) => {
+            Err((whole, alone)) => {
                 self.count_way(&asked.noted, whole.name());
-                return self.answer_once(asked.with(fields)).await;
+                return self.answer_once(asked.with_alone(fields, alone)).await;
             }
         };
         self.count_way(&asked.noted, PAIR);
         asked.noted.notes().prefill = Some(share.engine.address.to_string());
-        let begins = self.options.first_token
-            && prompt.api == Api::Completions
-            && first_token::may_be_split(fields, &prompt.prompt);
         let engine = Arc::clone(&share.engine);
-        let (answer, given_up) = match first_token::make_token_request(fields).ok().filter(|_| begins) {
+        let (answer, given_up) = match token_request {
             Some(prefill) => {
-                match Arc::clone(&self).begin_stream(share, tokens, asked, fields, &prefill).await {
+                match Arc::clone(&self).begin_stream(share, tokens, asked, prompt, &prefill).await {
                     Ok(stream) => return stream,
                     Err(opened) => opened,
                 }
@@ -76,12 +67,96 @@ impl Router {
         drop(answer);
         self.retried(&[&engine, &decode]);
         let Some(share) = self.take_prefill_share(asked, tokens, Some(&engine)) else {
-            return self.open_answer(Some(&decode), asked.with(fields), None).await.0;
+            let asked = asked.with_alone(fields, AlonePrompt::of_request(fields, tokens));
+            return self.open_answer(Some(&decode), asked, None).await.0;
         };
         asked.noted.notes().prefill = Some(share.engine.address.to_string());
         // By load, the second attempt is computed first.
         let at_once = self.options.order == AskOrder::AtOnce;
         self.pair(share, tokens, at_once, Some(&decode), asked, prompt).await.0
+    }
+
+    /// Returns the most tokens of a prompt and its answer at every engine that is up, if each of them goes on with the answers of all others
+    /// as with its own. Engines that stated no terms lately are asked.
+    fn length_of_all(&self, asked: &RouteRequest) -> Option<u64> {
+        self.terms.ask_engines([&self.prefill, &self.decode], &asked.headers);
+        let now = Instant::now();
+        let (prefill, decode) = (self.prefill.terms(now)?, self.decode.terms(now)?);
+        let first = decode.first()?;
+        let are_alike = prefill.iter().chain(&decode).all(|terms| terms.is_like(first));
+        decode.iter().map(|terms| terms.length).min().filter(|_| are_alike)
+    }
+
+    /// Takes a prefill engine for a prompt; without one, returns the reason for a decode engine alone. The client of a prompt with
+    /// `begins` has the first token before the hand-over.
+    fn choose_way(
+        self: &Arc<Self>,
+        asked: &RouteRequest,
+        prompt: &PromptAsked,
+        tokens: u64,
+        begins: bool,
+    ) -> Result<LoadShare, (Whole, AlonePrompt)> {
+        let (alone, now) = (AlonePrompt::of_request(&prompt.fields, tokens), Instant::now());
+        if let Some(whole) = prompt.prompt.whole {
+            return Err((whole, alone));
+        }
+        if tokens < self.options.min_remote_tokens {
+            return Err((Whole::Short, alone));
+        }
+        let engines = self.decode.unknown_at_each(&asked.trail, tokens, now);
+        if let Some((engine, unknown)) = engines.first()
+            && *unknown < self.options.min_remote_tokens
+            && engine.prompts().is_trusted(now)
+        {
+            return Err((Whole::Held, AlonePrompt { engine: Some(engine.number), is_held: true, ..alone }));
+        }
+        if let Some((whole, engine)) = self.place(asked, tokens, &engines, begins, now) {
+            return Err((whole, AlonePrompt { engine: Some(engine.number), ..alone }));
+        }
+        match self.take_prefill_share(asked, tokens, None) {
+            // The prefill engine may still be down: no client waits for a trial.
+            Some(share) if share.is_trial => {
+                self.start_prefill(share, asked, prompt).unpin();
+                Err((Whole::NoPrefill, alone))
+            }
+            share => share.ok_or((Whole::NoPrefill, alone)),
+        }
+    }
+
+    /// Places a prompt at one of the decode `engines` alone, by its expected times; `None` for both roles, also without known times.
+    fn place(
+        &self,
+        asked: &RouteRequest,
+        tokens: u64,
+        engines: &[(Arc<RouteEngine>, u64)],
+        begins: bool,
+        now: Instant,
+    ) -> Option<(Whole, Arc<RouteEngine>)> {
+        let share = f64::from(self.options.decode_prompt_share) / 100.0;
+        let (prefill, unknown) = self.prefill.choose_engine(&asked.trail, tokens, None, now)?;
+        if share == 0.0 || prefill.is_trial_due(now) {
+            return None;
+        }
+        let (mut both, line) = {
+            let mut prompts = prefill.prompts();
+            (prompts.times.expect_prompt(unknown, None, now)?, prompts.times.line())
+        };
+        if !begins {
+            both.wait +=
+                engines.first().and_then(|(engine, _)| engine.prompts().hand_over.seconds()).unwrap_or(0.0);
+        }
+        let offer = |(engine, unknown): &(Arc<RouteEngine>, u64)| {
+            engine.prompts().offer_prompt(*unknown, line, share, engine.under_way() == 0, now)
+        };
+        let offers: Vec<_> = engines.iter().map(offer).collect::<Option<_>>()?;
+        let target = self.options.ttft_target.map(|target| target.as_millis() as f64 / 1e3);
+        let (whole, at) = place_prompt(both, &offers, target)?;
+        let (engine, unknown) = &engines[at];
+        if engine.under_way() > 0 {
+            engine.prompts().budget.spend(offers[at].expected.work, share, now);
+        }
+        engine.figures.alone_tokens.inc_by(*unknown);
+        Some((whole, Arc::clone(engine)))
     }
 
     /// Takes a prefill engine, `spared` only if no other is up.
@@ -116,8 +191,8 @@ impl Router {
         asked: &RouteRequest,
         prompt: &PromptAsked,
     ) -> Computing {
-        let sizes = Arc::new(prompt.prompt.sizes());
-        Computing::ask_engine(Arc::clone(self), share, asked.with(&prompt.prefill), Some(sizes))
+        let sizes = prompt.prompt.sizes();
+        Computing::ask_engine(Arc::clone(self), share, asked.with(&prompt.prefill), sizes, false)
     }
 
     /// Counts a second attempt of a prompt, after its decode engine gave it up.
@@ -150,6 +225,7 @@ impl Router {
         prompt: &PromptAsked,
     ) -> (Response<Answer>, Option<Arc<RouteEngine>>) {
         let (fields, engine) = (&prompt.fields, Arc::clone(&share.engine));
+        let alone = || asked.with_alone(fields, AlonePrompt::of_request(fields, tokens));
         let computing = self.start_prefill(share, asked, prompt);
         if !at_once && let Some(outcome) = self.worked(&computing, &engine, tokens).await {
             return match &*outcome {
@@ -159,7 +235,7 @@ impl Router {
                     let fields = requests::make_decode(fields, params.expect("JSON of an answer"));
                     self.open_answer(spared, asked.with(&fields), Some(computing)).await
                 }
-                Err(failure) => self.open_alone(spared, asked.with(fields), &engine, *failure).await,
+                Err(failure) => self.open_alone(spared, alone(), &engine, *failure).await,
             };
         }
         let outcome = computing.outcome();
@@ -188,7 +264,7 @@ impl Router {
             // The client has no byte yet: the prompt goes to a decode engine again, without a wait.
             (_, failure) => {
                 let failure = failure.unwrap_or(PromptFailure::Broken);
-                self.open_alone(spared, asked.with(fields), &engine, failure).await
+                self.open_alone(spared, alone(), &engine, failure).await
             }
         }
     }
@@ -219,12 +295,11 @@ impl Router {
         share: LoadShare,
         tokens: u64,
         asked: &RouteRequest,
-        fields: &Fields,
+        prompt: &PromptAsked,
         prefill: &Fields,
     ) -> Result<Response<Answer>, (Response<Answer>, Option<Arc<RouteEngine>>)> {
-        self.lengths.ask_lengths(&self.decode, &asked.headers);
-        let engine = Arc::clone(&share.engine);
-        let computing = Computing::ask_engine(Arc::clone(&self), share, asked.with(prefill), None);
+        let (engine, fields, sizes) = (Arc::clone(&share.engine), &prompt.fields, prompt.prompt.sizes());
+        let computing = Computing::ask_engine(Arc::clone(&self), share, asked.with(prefill), sizes, true);
         let waiting = || asked.with(&requests::make_decode(fields, requests::make_params(None)));
         let Some(outcome) = self.worked(&computing, &engine, tokens).await else {
             let _awaited = engine.await_prompt(Instant::now());
@@ -232,11 +307,14 @@ impl Router {
         };
         let answer = match &*outcome {
             Ok(computed) => computed.answer.clone(),
-            Err(failure) => return Err(self.open_alone(None, asked.with(fields), &engine, *failure).await),
+            Err(failure) => {
+                let alone = asked.with_alone(fields, AlonePrompt::of_request(fields, tokens));
+                return Err(self.open_alone(None, alone, &engine, *failure).await);
+            }
         };
         let (head, answer) = answer.into_parts();
         // A decode engine refuses too long a prompt before the first event.
-        let length_max = self.decode.length_max(Instant::now()).unwrap_or(0);
+        let length_max = self.length_of_all(asked).unwrap_or(0);
         let Some(first) = first_token::read_first_token(&answer, fields, length_max) else {
             return Err(self.open_answer(None, waiting(), Some(computing)).await);
         };
@@ -244,7 +322,8 @@ impl Router {
         let (asked, fields) = (asked.clone(), fields.clone());
         // The event goes out before the decode engine is asked.
         Ok(continue_stream(head, first.event.clone(), async move {
-            let asked = asked.with(&first.remaining_request(&fields));
+            let passed = Some(first.passed);
+            let asked = RouteRequest { passed, ..asked.with(&first.remaining_request(&fields)) };
             let (answer, given_up) = self.open_answer(None, asked.clone(), Some(computing)).await;
             let Some(decode) = given_up.filter(|_| asked.breaks.break_count() == 0) else { return answer };
             // The client has no byte of the rest yet, and the prefill engine's KV is still kept.

@@ -12,7 +12,9 @@ use hyper::{Response, StatusCode};
 use super::computing::{Computing, HandOver};
 use super::counted::Counted;
 use super::engine::LoadShare;
-use super::forward::{Answer, EVENTS, OpenedAnswer, is_of, may_be_json, remove_connection_headers};
+use super::forward::{
+    Answer, EVENTS, OpenedAnswer, PassedToken, is_of, may_be_json, remove_connection_headers,
+};
 use super::server::make_failure;
 use super::usage::{self, Usage};
 
@@ -29,11 +31,12 @@ struct PassedBody {
 }
 
 /// Passes an engine's answer to the client: as it comes, byte for byte, except the cached tokens of a prompt
-/// computed by another engine. `share` and `computing` are dropped when the answer ends or the client goes.
+/// computed by another engine, and the count of a token `passed` before. `share` and `computing` are dropped when the answer ends or the client goes.
 pub(super) async fn pass_answer(
     opened: OpenedAnswer,
     share: LoadShare,
     computing: Option<Computing>,
+    passed: Option<PassedToken>,
 ) -> Response<Answer> {
     let (mut head, body) = opened.answer.into_parts();
     // The length stays true if the body is not changed.
@@ -45,8 +48,15 @@ pub(super) async fn pass_answer(
     let held = PassedBody { first_frames: opened.first_frames, body, has_ended: false, computing, share };
     let is_short = held.size_hint().exact().is_some_and(|bytes| bytes <= WHOLE_BYTES_MAX);
     let body = match cached {
+        // The engine of that token has answered before.
+        hand_over if is_stream && passed.is_some() => {
+            let cached = passed.and_then(|passed| passed.cached);
+            let mut hand_over = hand_over.map(|(_, hand_over)| hand_over);
+            let stated = move |stated| hand_over.iter_mut().for_each(|hand_over| hand_over.judge(stated));
+            Counted::new(held, std::future::ready(cached), 1, stated).boxed_unsync()
+        }
         Some((cached, mut hand_over)) if is_stream => {
-            Counted::new(held, cached, move |stated| hand_over.judge(stated)).boxed_unsync()
+            Counted::new(held, cached, 0, move |stated| hand_over.judge(stated)).boxed_unsync()
         }
         Some((cached, hand_over)) if is_short && may_be_json(&head.headers) => match held.collect().await {
             Ok(whole) => {

@@ -66,6 +66,12 @@ sidecar::named! {
         Stored = "stored",
         /// No prefill engine could be reached lately.
         NoPrefill = "no_prefill",
+        /// The decode engine has all of it but fewer tokens than `--min-remote-tokens`.
+        Held = "held",
+        /// The decode engine is sooner, by at least the time that it computes.
+        Sooner = "sooner",
+        /// The prefill engine would miss `--ttft-target`.
+        Target = "target",
     }
 }
 
@@ -191,11 +197,11 @@ impl PromptReading {
         self.text_bytes += if json == "null" { 0 } else { json.len() as u64 };
     }
 
-    fn mark(&mut self, is_own: bool) {
+    fn mark(&mut self, is_own: bool, is_answer: bool) {
         if self.marks.len() == MARKS_FIRST + MARKS_LAST {
             self.marks.remove(MARKS_FIRST);
         }
-        self.marks.push(PromptMark { hash: self.digest.finish(), bytes: self.digested, is_own });
+        self.marks.push(PromptMark { hash: self.digest.finish(), bytes: self.digested, is_own, is_answer });
     }
 
     /// Reads a text, token ids, or a list of either.
@@ -228,7 +234,7 @@ impl PromptReading {
             self.digest.write(block);
             self.digested += block.len() as u64;
             if block.len() == stride * BLOCK_BYTES {
-                self.mark(false);
+                self.mark(false, false);
             }
         }
         true
@@ -238,18 +244,18 @@ impl PromptReading {
     fn read_messages(&mut self, instructions: Option<&str>, messages: Option<&str>) {
         if let Some(instructions) = instructions.filter(|instructions| *instructions != "null") {
             self.read_content(instructions, DEPTH_MAX);
-            self.mark(false);
+            self.mark(false, false);
         }
         let messages = messages.unwrap_or("null");
         let mut is_own = false;
         let is_list = each_element(messages, |message| {
             let role = self.read_message(message);
             is_own |= !matches!(role, Some("\"system\"" | "\"developer\""));
-            self.mark(is_own);
+            self.mark(is_own, role == Some("\"assistant\""));
         });
         if !is_list && messages.starts_with('"') {
             self.read_content(messages, DEPTH_MAX);
-            self.mark(true);
+            self.mark(true, false);
         }
     }
 

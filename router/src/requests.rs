@@ -46,12 +46,16 @@ pub(super) fn make_prefill(api: Api, request: &Fields) -> serde_json::Result<Fie
             made.set_field("background", false);
         }
     }
-    let params = json!({
+    made.set_field(PARAMS, make_prefill_params());
+    Ok(made)
+}
+
+/// Returns `kv_transfer_params` for a prefill engine.
+pub(super) fn make_prefill_params() -> Value {
+    json!({
         "do_remote_decode": true, "do_remote_prefill": false,
         "remote_engine_id": null, "remote_block_ids": null, "remote_host": null, "remote_port": null,
-    });
-    made.set_field(PARAMS, params);
-    Ok(made)
+    })
 }
 
 /// Returns the request for the decode engine, with the prefill engine's parameters, or with expected ones.

@@ -7,9 +7,13 @@ use super::body::find_entry;
 const PLACES: [&[&str]; 3] = [&["usage"], &["response", "usage"], &["message", "usage"]];
 const DETAILS: [&str; 2] = ["prompt_tokens_details", "input_tokens_details"];
 const CACHED: &str = "cached_tokens";
-/// The names of Anthropic's form: its input is without the cached tokens.
+const USAGE: &str = "\"usage\"";
+const PROMPT: &str = "prompt_tokens";
+const COMPLETION: &str = "completion_tokens";
+/// The names of Anthropic's form: its input is without tokens from the cache and tokens put there.
 const INPUT: &str = "input_tokens";
 const CACHE_READ: &str = "cache_read_input_tokens";
+const CACHE_CREATION: &str = "cache_creation_input_tokens";
 
 /// The counts stated by an engine.
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
@@ -33,8 +37,9 @@ impl Usage {
     pub(super) fn of_answer(answer: &str, params: Option<&str>) -> Self {
         let usage = find_usage(answer).unwrap_or("null");
         let read = number(usage, CACHE_READ);
-        let prompt_tokens =
-            number(usage, "prompt_tokens").or_else(|| Some(number(usage, INPUT)? + read.unwrap_or(0)));
+        let created = number(usage, CACHE_CREATION).unwrap_or(0);
+        let all = || Some(number(usage, INPUT)?.saturating_add(read.unwrap_or(0)).saturating_add(created));
+        let prompt_tokens = number(usage, PROMPT).or_else(all);
         let details = DETAILS.iter().find_map(|name| number(find_entry(usage, name)?, CACHED));
         let said = params.and_then(|params| number(params, "remote_prefill_cached_tokens"));
         Self { prompt_tokens, cached_tokens: said.or(details).or(read) }
@@ -43,12 +48,26 @@ impl Usage {
 
 /// An answer, or the JSON of an event, with this count of cached tokens; `None` if it states no count.
 pub(super) fn with_cached(json: &str, cached: u64) -> Option<String> {
+    with_counts(json, Some(cached), 0)
+}
+
+/// The same, with the last `passed` tokens of the prompt as tokens of the answer, and any count of cached tokens if `cached` is `None`.
+fn with_counts(json: &str, cached: Option<u64>, passed: u64) -> Option<String> {
     let usage = find_usage(json)?;
     let mut edits = Vec::new();
-    for details in DETAILS.iter().filter_map(|name| find_entry(usage, name)) {
-        edits.extend(number_text(details, CACHED).map(|text| (text, cached)));
+    if let (Some(prompt), Some(completion)) = (number_text(usage, PROMPT), number_text(usage, COMPLETION))
+        && passed > 0
+    {
+        let moved = (prompt.parse::<u64>().ok()?, completion.parse::<u64>().ok()?);
+        edits
+            .extend([(prompt, moved.0.saturating_sub(passed)), (completion, moved.1.saturating_add(passed))]);
     }
-    if let (Some(input), Some(read)) = (number_text(usage, INPUT), number_text(usage, CACHE_READ)) {
+    for details in DETAILS.iter().filter_map(|name| find_entry(usage, name)) {
+        edits.extend(number_text(details, CACHED).zip(cached));
+    }
+    if let (Some(input), Some(read), Some(cached)) =
+        (number_text(usage, INPUT), number_text(usage, CACHE_READ), cached)
+    {
         let all = input.parse::<u64>().ok()?.saturating_add(read.parse().ok()?);
         edits.extend([(input, all.saturating_sub(cached)), (read, cached.min(all))]);
     }
@@ -64,12 +83,14 @@ pub(super) fn with_cached(json: &str, cached: u64) -> Option<String> {
     (!edits.is_empty()).then_some(made)
 }
 
-/// An event of a stream with this count of cached tokens; `None` if it states no count.
-pub(super) fn event_with_cached(event: &str, cached: u64) -> Option<String> {
+/// An event of a stream with other counts, as in [`with_counts`]; `None` if it states none of them.
+pub(super) fn event_with_counts(event: &str, cached: Option<u64>, passed: u64) -> Option<String> {
     let mut is_changed = false;
     let lines = event.split_inclusive('\n').map(|line| {
-        let json = line.strip_prefix("data:").map(str::trim).filter(|json| states_cached(json.as_bytes()));
-        let Some(made) = json.and_then(|json| with_cached(json, cached)) else { return line.to_owned() };
+        let json = line.strip_prefix("data:").map(str::trim).filter(|json| json.contains(USAGE));
+        let Some(made) = json.and_then(|json| with_counts(json, cached, passed)) else {
+            return line.to_owned();
+        };
         is_changed = true;
         line.replacen(json.unwrap_or_default(), &made, 1)
     });
@@ -79,8 +100,16 @@ pub(super) fn event_with_cached(event: &str, cached: u64) -> Option<String> {
 
 /// Returns true if bytes may state a count of cached tokens.
 pub(super) fn states_cached(bytes: &[u8]) -> bool {
-    let has = |name: &str| bytes.windows(name.len()).any(|part| part == name.as_bytes());
-    has("\"usage\"") && (has(CACHED) || has(CACHE_READ))
+    states_usage(bytes) && (has(bytes, CACHED) || has(bytes, CACHE_READ))
+}
+
+/// Returns true if bytes may state any count.
+pub(super) fn states_usage(bytes: &[u8]) -> bool {
+    has(bytes, USAGE)
+}
+
+fn has(bytes: &[u8], name: &str) -> bool {
+    bytes.windows(name.len()).any(|part| part == name.as_bytes())
 }
 
 fn find_usage(json: &str) -> Option<&str> {
@@ -119,8 +148,13 @@ mod tests {
             assert_eq!(with_cached(none, 3), None, "{none}");
         }
         let event = format!("event: a\r\ndata: {chat}\r\n\r\n");
-        assert_eq!(event_with_cached(&event, 5).unwrap(), event.replace("899", "5"));
-        assert_eq!(event_with_cached("data: [DONE]\n\n", 5), None);
+        assert_eq!(event_with_counts(&event, Some(5), 0).unwrap(), event.replace("899", "5"));
+        assert_eq!(event_with_counts("data: [DONE]\n\n", Some(5), 1), None);
+        let event =
+            "data: {\"usage\":{\"prompt_tokens\":901,\"completion_tokens\":7,\"total_tokens\":908}}\n\n";
+        let moved = event.replace("901", "900").replace(":7,", ":8,");
+        assert_eq!(event_with_counts(event, None, 1).unwrap(), moved);
+        assert_eq!(event_with_counts(event, Some(5), 0), None);
     }
 
     #[test]
@@ -134,6 +168,9 @@ mod tests {
         );
         let messages = r#"{"usage":{"input_tokens":4,"cache_read_input_tokens":896}}"#;
         assert_eq!(Usage::of_answer(messages, None), usage(Some(896)));
+        let created =
+            r#"{"usage":{"input_tokens":100,"cache_read_input_tokens":0,"cache_creation_input_tokens":800}}"#;
+        assert_eq!(Usage::of_answer(created, None), usage(Some(0)));
         assert_eq!(Usage::of_answer("{}", None), Usage::default());
         let events = format!("data: {{}}\n\nevent: a\ndata: {answer}\n\ndata: [DONE]\n\n");
         assert_eq!(Usage::of_events(&events), usage(Some(3)));

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.server
+import itertools
 import json
 import threading
 import urllib.error
@@ -24,7 +25,10 @@ class Router(Server):
 
     def __init__(self, directory: Path, prefill: str, decode: str, *arguments: str) -> None:
         self.http = f"127.0.0.1:{ports.free_port()}"
+        # No prompt goes to one engine because of the times of this machine.
+        arguments = ("--decode-prompt-share", "0", *arguments)
         command = [find_binary(), "route", "--listen", self.http, "--prefill", prefill, "--decode", decode, *arguments]
+        self._begins = itertools.count()
         super().__init__(command, directory / "route.log", f"http://{self.http}/health")
 
     def page(self) -> str:
@@ -34,8 +38,9 @@ class Router(Server):
         return page
 
     def ask(self, status: int = 200) -> None:
-        """Sends one prompt; the answer must have this status."""
-        body = json.dumps({"prompt": PROMPT, "max_tokens": 1}).encode()
+        """Sends a new prompt; the answer must have this status."""
+        begin = next(self._begins)
+        body = json.dumps({"prompt": [begin + token for token in PROMPT], "max_tokens": 1}).encode()
         request = urllib.request.Request(f"http://{self.http}/v1/completions", body, {"Content-Type": "application/json"})
         try:
             answer = urllib.request.urlopen(request)

@@ -29,8 +29,8 @@ def test_each_form_is_understood() -> None:
     """The page has three requests in this order: to P, to D with P's answer, and to D where both are asked at once."""
     forms = [json.loads(block) for block in re.findall(r"```json\n(.*?)```", PAGE.read_text(), re.DOTALL)]
     assert [_asked(form) for form in forms] == [(True, False), (False, True), (False, True)]
-    answered: Any = SimpleNamespace(status=SimpleNamespace(name="FINISHED_LENGTH_CAPPED"))
-    assert handover.answer_router(answered, "P", 1760) == forms[1]["kv_transfer_params"]
+    answered: Any = SimpleNamespace(status=SimpleNamespace(name="FINISHED_LENGTH_CAPPED"), kv_transfer_params=None)
+    assert handover.answer_router(answered, "P", 1760, None) == forms[1]["kv_transfer_params"]
     for form in forms:
         del form["kv_transfer_params"]
         assert _asked(form) == (False, False)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from types import SimpleNamespace
 from typing import Any
 
 import played
 import pytest
 from played import BLOCK_TOKENS
+from vllm.config import ModelConfig
 
 TOKENS = 9 * BLOCK_TOKENS + 5
 TO_DECODE = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None}
@@ -50,6 +53,30 @@ def test_a_prompt_for_another_engine_is_offered_with_what_was_found_in_the_step_
     assert (awaits, hands_over) == (TOKENS, False)
     policy.answers["end_request"] = (None, [])
     assert played.finish(role, awaiting) is None
+
+
+def test_the_default_sampling_is_stated_on_request(engine: Any) -> None:
+    """A router goes on with another engine's answer only if nothing counts the answer's tokens."""
+    role, policy = engine
+    policy.answers["end_request"] = (0, [])
+    model: Any = SimpleNamespace(generation_config="vllm", override_generation_config={}, logits_processors=None)
+    model.get_diff_sampling_param = lambda: ModelConfig.get_diff_sampling_param(model)
+    role._vllm_config.model_config = model
+
+    def stated() -> Any:
+        request = played.request("one", 1, kv_transfer_params=TO_DECODE | {"pillion": {"sampling": True}})
+        role.announced(request)
+        return json.loads(played.finish(role, request)["pillion"]["sampling"])
+
+    assert stated() == {"defaults": {}, "counts": False}
+    model.override_generation_config = {"presence_penalty": 0.5, "max_new_tokens": 7}
+    assert stated()["defaults"] == {"presence_penalty": 0.5, "max_tokens": 7}
+    model.logits_processors = ["a.b:C"]
+    assert stated()["counts"] is True
+    model.logits_processors, role._vllm_config.watermark_config = None, SimpleNamespace()
+    assert stated()["counts"] is True
+    model.override_generation_config = None
+    assert stated() is None
 
 
 @pytest.mark.parametrize(

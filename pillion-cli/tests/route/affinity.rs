@@ -103,8 +103,8 @@ fn play(session: Session) -> (Vec<Engine>, Vec<Engine>) {
     let (prefill_urls, decode_urls) = (urls(&prefill), urls(&decode));
     let [prefill_urls, decode_urls] =
         [&prefill_urls, &decode_urls].map(|urls| urls.iter().map(String::as_str).collect::<Vec<_>>());
-    // The texts of these prompts have more or fewer tokens than the answers state.
-    let arguments = [FIRST, &["--min-remote-tokens", "64"]].concat();
+    // Each turn goes to both roles.
+    let arguments = [FIRST, &["--min-remote-tokens", "1"]].concat();
     let router = Router::start(&prefill_urls, &decode_urls, &arguments);
     let next = AtomicUsize::new(0);
     thread::scope(|scope| {

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
 /// The answer to all requests but those for `/health`.
 #[derive(Clone, Debug)]
@@ -38,10 +38,26 @@ pub(crate) enum Manner {
     Behind(usize, Box<Manner>),
     /// No answer before the test's release.
     Once(Arc<AtomicBool>, Box<Manner>),
+    /// With this default sampling.
+    Samples(Value, Box<Manner>),
     /// The first request in one manner, all others in the other one.
     First(Box<Manner>, Box<Manner>),
 }
 
+/// An engine's answer to a stream of one token.
+pub(crate) const ONE_TOKEN: &str = concat!(
+    r#"data: {"id":"cmpl-1","object":"text_completion","created":7,"model":"m","choices":[{"index":0,"text":" a","logprobs":null,"finish_reason":"length","stop_reason":null,"prompt_token_ids":[5,6],"token_ids":[9]}]}"#,
+    "\n\ndata: [DONE]\n\n"
+);
+/// The same, with usage.
+pub(crate) fn one_token_with_usage() -> String {
+    let usage = json!({ "prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3 });
+    let event = json!({ "id": "cmpl-1", "object": "text_completion", "created": 7, "model": "m", "choices": [], "usage": usage });
+    ONE_TOKEN.replace("data: [DONE]", &format!("data: {event}\n\ndata: [DONE]"))
+}
+
+/// The model of prompts that every engine answers as streams, and that no test counts.
+pub(crate) const WARM_UP: &str = "warm-up";
 /// The adapter in a request.
 pub(crate) const ADAPTER: &str = "an-adapter";
 
@@ -57,6 +73,7 @@ pub(crate) struct Asked {
 struct State {
     asked: Vec<Asked>,
     models_asked: usize,
+    own_asked: usize,
     hung_up: usize,
 }
 
@@ -135,6 +152,11 @@ impl Engine {
         self.state.lock().unwrap().models_asked
     }
 
+    /// Count of the router's own prompts.
+    pub(crate) fn own_asked(&self) -> usize {
+        self.state.lock().unwrap().own_asked
+    }
+
     /// Count of requests hung up on before their whole answer.
     pub(crate) fn hung_up(&self) -> usize {
         self.state.lock().unwrap().hung_up
@@ -170,6 +192,7 @@ fn serve(stream: TcpStream, manner: &Manner, state: &Mutex<State>) {
             | Manner::Once(..)
             | Manner::Stores(..)
             | Manner::Adapts(..)
+            | Manner::Samples(..)
             | Manner::Awaits(..) => {
                 unreachable!("it is due")
             }
@@ -219,16 +242,33 @@ fn own_question_answered(
         let _ = stream.write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n");
         return Some(true);
     }
-    if !asked.line.starts_with("GET /v1/models ") || asked.header("x-request-id").is_some() {
+    if asked.body.contains(WARM_UP) {
+        let is_computing = asked.body.contains("\"return_token_ids\":true");
+        let event = if is_computing { ONE_TOKEN } else { "data: 1\n\n" };
+        return Some(events_sent(stream, &[event.to_owned()], &AtomicBool::new(true)));
+    }
+    if asked.header("x-request-id").is_some() {
         return None;
     }
-    state.lock().unwrap().models_asked += 1;
+    state.lock().unwrap().own_asked += usize::from(asked.line.starts_with("POST "));
+    state.lock().unwrap().models_asked += usize::from(asked.line.starts_with("GET /v1/models "));
     if matches!(manner, Manner::Freeze) {
         return Some(false);
     }
-    let models = r#"{"data": [{"max_model_len": 1000}]}"#;
-    let head = format!("HTTP/1.1 200 OK\r\ncontent-length: {}\r\n\r\n", models.len());
-    let _ = stream.write_all((head + models).as_bytes());
+    let sampling = match manner {
+        Manner::Samples(defaults, _) => json!({ "defaults": defaults, "counts": false }),
+        _ => json!({ "defaults": {}, "counts": false }),
+    };
+    let said = if asked.line.starts_with("GET /v1/models ") {
+        r#"{"data": [{"id": "m", "max_model_len": 1000}]}"#.to_owned()
+    } else if asked.body.contains("\"stream\":true") {
+        one_token_with_usage()
+    } else {
+        json!({ "choices": [], "kv_transfer_params": { "pillion": { "sampling": sampling.to_string() } } })
+            .to_string()
+    };
+    let head = format!("HTTP/1.1 200 OK\r\ncontent-length: {}\r\n\r\n", said.len());
+    let _ = stream.write_all((head + &said).as_bytes());
     Some(true)
 }
 
@@ -252,7 +292,7 @@ fn known<'a>(manner: &'a Manner, line: &str, body: &str, state: &Mutex<State>) -
     match manner {
         Manner::Stores(id, _) if line.contains("/v1/responses/") && !line.contains(id) => None,
         Manner::Adapts(_) if body.contains(ADAPTER) && !has_loaded(state) => None,
-        Manner::Stores(_, manner) | Manner::Adapts(manner) => Some(manner),
+        Manner::Stores(_, manner) | Manner::Adapts(manner) | Manner::Samples(_, manner) => Some(manner),
         Manner::Awaits(time, manner) => {
             if body.contains("\"do_remote_prefill\":true") {
                 thread::sleep(*time);

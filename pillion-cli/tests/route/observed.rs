@@ -18,7 +18,7 @@ const UNREAD_REQUESTS: usize = 1500;
 const STREAMS: usize = 200;
 
 /// A metric of an engine, by its labels.
-fn figure(router: &Router, name: &str, engine: &str, labels: &[&str]) -> Option<f64> {
+pub(super) fn figure(router: &Router, name: &str, engine: &str, labels: &[&str]) -> Option<f64> {
     let (page, engine) = (router.raw("GET", "/metrics", ""), format!("engine=\"{engine}\""));
     let named = format!("pillion_route_engine_{name}{{");
     let mut lines = page.lines().filter(|line| line.starts_with(&named) && line.contains(&engine));

@@ -436,6 +436,10 @@ impl Queries {
         };
         let (op, from, hits) = (question.op, question.from, (known + refs.len()) as u32);
         logs.lease(question.log, granted.map(|id| QueryLease { id, op, from, hits }));
+        if let Some(first) = question.first {
+            // Without a hit the request goes on from the engine's own state.
+            logs.known_mut(question.log).read_from = if hits > 0 { from } else { first.saturating_sub(1) };
+        }
         FoundRun { known: known as u32, refs }
     }
 
@@ -488,7 +492,7 @@ fn status(error: LeaseError) -> Status {
 }
 
 fn make_ending(way: u32, on_device: bool) -> Ending {
-    Ending { way, last: way == WAY_LAST, on_device }
+    Ending { way, last: way == WAY_LAST, on_device, unread: 0 }
 }
 
 /// Ends a request with these keys: the tier sorts its blocks, and the forecaster learns of it.
@@ -501,12 +505,13 @@ fn end_request(
 ) -> EndedChain {
     let Some(binding) = base.engines[session].binding() else { return EndedChain::default() };
     let Binding { whose, namespace, .. } = binding;
+    let ending = Ending { unread: log.read_from as usize, ..ending };
     let ended = base.cx.dram.end_chain(whose.holder, namespace, &keys, ending);
     // The forecaster replays leading runs alone.
     if !log.asked_last {
         let (block_bytes, asked) = (binding.block_bytes(), log.first_asked.clone().unwrap_or_default());
         // The forecaster knows no device.
-        let ending = Ending { on_device: false, ..ending };
+        let ending = Ending { on_device: false, unread: 0, ..ending };
         base.cx.ended.push(FinishedRequest { namespace, block_bytes, keys, asked, ending });
     }
     ended

@@ -47,6 +47,8 @@ pub(super) struct KeyLog {
     pub(super) first_asked: Option<Range<usize>>,
     /// True once a question asked for the last kept key.
     pub(super) asked_last: bool,
+    /// The key of the state that the request goes on from, by the answer to its last question for the last kept key.
+    pub(super) read_from: u32,
     /// `Some` while its questions may wait for a producer.
     pub(super) window: Option<Window>,
     /// `Some` once its request has ended: its blocks are on the engine's device, and saved as they leave it.

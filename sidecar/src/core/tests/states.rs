@@ -4,10 +4,16 @@ use super::*;
 
 /// An engine with the states of these keys of its log 0, each saved by itself.
 fn keeping(kept: &[u32]) -> Harness {
+    keeping_in(64 << 20, SHARD_BYTES, kept)
+}
+
+/// The same, in a pool of so many bytes.
+fn keeping_in(pool_bytes: u64, state_bytes: u64, kept: &[u32]) -> Harness {
     let facts = Facts::from([("group_kind".into(), "state".into())]);
-    let mut engine = Harness::of(core_of(64 << 20));
+    let mut engine = Harness::of(core_of(pool_bytes));
     let named = |hello| Hello { engine: "e group 1".into(), ..hello };
-    engine.connect(RANKS[0], named(changed(rank_hello(1, 0), |rank| rank.facts = facts)));
+    let hello_of_rank = changed(rank_hello_of(1, 0, state_bytes), |rank| rank.facts = facts);
+    engine.connect(RANKS[0], named(hello_of_rank));
     engine.connect(SCHEDULER, named(hello(1, Role::Scheduler { run: RUN })));
     engine.join();
     engine.open(0, 0..10);
@@ -90,6 +96,22 @@ fn a_log_of_states_is_in_no_forecast() {
         engine.ask(SchedulerRequest::Close { log: 0, way: 0 });
         assert_eq!(engine.core.drain_ended().count(), usize::from(!last));
     }
+}
+
+/// A conversation goes on from its last state: those before it would only take room.
+#[test]
+fn a_state_before_the_found_one_goes_first() {
+    let mut engine = keeping_in(2 << 20, 600_000, &[2, 5, 8]);
+    assert_eq!(engine.ask_last(20, 0, 7), (6, vec![5]));
+    engine.ask(SchedulerRequest::Close { log: 0, way: 0 });
+    engine.open(1, 0..10);
+    engine.open(2, 20..30);
+    engine.post_save(2, 30, 0..1, false);
+    engine.fences(RANKS[0], 30, 30);
+    engine.copied();
+    assert_eq!(engine.saved().unwrap().committed, 1);
+    let kept = (0..10).filter(|key| engine.query(1, 40, *key, 1).value == 1);
+    assert_eq!(kept.collect::<Vec<_>>(), [5, 8]);
 }
 
 /// Another engine is to compute the prompt's last state. If it does not come, a state before it is as good.

@@ -11,10 +11,10 @@ use shm_protocol::namespace::{Facts, STATE_KIND, digest_facts};
 use shm_protocol::request::WorkerRequest;
 use shm_protocol::session::SessionMemory;
 use sidecar::clients::session::ClientSession;
-use sidecar::core::{Action, Core, CoreEvent, RingRequest, SessionId, Survey};
+use sidecar::core::{Action, Core, CoreEvent, FinishedRequest, RingRequest, SessionId, Survey};
 use tiers::dram::{Dram, DramConfig, segment_bytes_for};
 
-use crate::LAYERS_OF_GROUP;
+use crate::{BLOCK_TOKENS, LAYERS_OF_GROUP};
 
 const LEASE_TTL_MS: u64 = 30_000;
 
@@ -42,6 +42,14 @@ pub(crate) struct Pod {
     out: Vec<Action>,
     /// Events that follow from actions.
     events: Vec<CoreEvent>,
+    /// Ended requests, by group.
+    pub(crate) ended: Vec<FinishedRequest>,
+}
+
+/// The sizes of a pool of so many bytes.
+pub(crate) fn pool_of(pool_bytes: u64) -> DramConfig {
+    let segment_bytes = segment_bytes_for(pool_bytes * LAYERS_OF_GROUP) / LAYERS_OF_GROUP;
+    DramConfig { pool_bytes, segment_bytes, lease_ttl_ms: LEASE_TTL_MS }
 }
 
 /// The run of a group's engine.
@@ -54,10 +62,9 @@ fn run(group: usize) -> [u8; 16] {
 impl Pod {
     /// A sidecar with a pool of so many bytes, and the connected groups of one engine.
     pub(crate) fn new(pool_bytes: u64, shapes: &[GroupShape], engine_blocks: u32) -> Self {
-        let segment_bytes = segment_bytes_for(pool_bytes * LAYERS_OF_GROUP) / LAYERS_OF_GROUP;
-        let config = DramConfig { pool_bytes, segment_bytes, lease_ttl_ms: LEASE_TTL_MS };
-        let core = Core::new(Dram::new(config).expect("sizes of a pool"), &[], None);
-        let mut pod = Self { core, groups: Vec::new(), now_ms: 0, out: Vec::new(), events: Vec::new() };
+        let core = Core::new(Dram::new(pool_of(pool_bytes)).expect("sizes of a pool"), &[], None);
+        let (groups, out, events, ended) = Default::default();
+        let mut pod = Self { core, groups, now_ms: 0, out, events, ended };
         for (number, shape) in shapes.iter().enumerate() {
             let sessions = GroupSessions::new(number, *shape);
             pod.connect(number, &sessions, shape.block_bytes, engine_blocks);
@@ -140,6 +147,7 @@ impl Pod {
         self.events.push(event);
         while let Some(event) = self.events.pop() {
             self.core.handle(self.now(), event, &mut self.out);
+            self.ended.extend(self.core.drain_ended());
             self.carry_out();
         }
         self.groups.iter_mut().for_each(|group| group.client.flush());
@@ -195,7 +203,12 @@ impl Pod {
 impl GroupSessions {
     fn new(number: usize, shape: GroupShape) -> Self {
         let kind = if shape.has_states { STATE_KIND } else { "full" };
-        let facts = [("group".into(), number.to_string()), ("group_kind".into(), kind.into())];
+        let facts = [
+            ("group", number.to_string()),
+            ("group_kind", kind.into()),
+            ("block_tokens", BLOCK_TOKENS.to_string()),
+        ];
+        let facts = facts.map(|(name, value)| (name.into(), value));
         let (worker, scheduler) = (2 * number as u64 + 1, 2 * number as u64 + 2);
         let (_, memory) = SessionMemory::create(PROTOCOL_VERSION, 1, scheduler).expect("a session's memory");
         let nothing = || OwnedFd::from(File::open("/dev/null").expect("/dev/null"));

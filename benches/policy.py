@@ -1,9 +1,10 @@
 """Hit ratios of the DRAM tier's eviction policy, on three traces and on generated ones: see `tiers/benches/policy.rs`.
 
-    benches/run policy [--trace FILE] [--shared | --disk | --forecast]
+    benches/run policy [--trace FILE] [--shared | --disk | --forecast | --states]
 
 `--shared` replays a trace in rooms shared by two namespaces, and in two pods; `--disk` in DRAM with a disk below it;
-`--forecast` says how far hit ratios foretold for other rooms are from those measured there. FILE has one JSON object a line
+`--forecast` says how far hit ratios foretold for other rooms are from those measured there. `--states` replays the agents'
+trace for a model with states beside full attention: see `sidecar/benches/states/main.rs`. FILE has one JSON object a line
 with `hash_ids`, as those in `benches/traces/`, compressed by gzip or not; then nothing but it is replayed.
 The last line is JSON.
 """
@@ -19,6 +20,9 @@ from pathlib import Path
 
 from benches import harness, traces
 
+STATES = ("cargo", "bench", "--quiet", "--package", "sidecar", "--bench", "states", "--")
+# The longest prompt: the model has 262,144 tokens with its answer.
+STATES_TOKENS = 262_144 - 32_768
 BENCH = ("cargo", "bench", "--quiet", "--package", "tiers", "--bench", "policy", "--")
 
 
@@ -45,6 +49,17 @@ def plain(directory: Path, name: str, trace: Path) -> tuple[str, str]:
     return name, str(file)
 
 
+def with_answers(directory: Path, trace: Path) -> str:
+    """The file for the bench of states. A line: the way of the answer's end, the prompt's tokens, all tokens, block numbers."""
+    ways: dict[str, int] = {}
+    file = directory / "states"
+    with file.open("w") as lines:
+        for blocks, prompt, total, stop in traces.with_answers(trace, STATES_TOKENS):
+            way = ways.setdefault(stop, len(ways) + 1) if stop else 0
+            print(way, prompt, total, *blocks, file=lines)
+    return str(file)
+
+
 def main() -> None:
     """Runs the bench."""
     parser = harness.parser(__doc__)
@@ -52,9 +67,15 @@ def main() -> None:
     parser.add_argument("--shared", action="store_true", help="rooms of two namespaces, and two pods")
     parser.add_argument("--disk", action="store_true", help="DRAM with a disk of three times its room")
     parser.add_argument("--forecast", action="store_true", help="what is foretold of other rooms")
+    parser.add_argument("--states", action="store_true", help="a model with states beside full attention")
     options = parser.parse_args()
     kinds = [kind for kind in ("shared", "disk", "forecast") if getattr(options, kind)]
     with tempfile.TemporaryDirectory() as directory:
+        if options.states:
+            name = "trace" if options.trace else "agents"
+            file = with_answers(Path(directory), options.trace or traces.FILES[name])
+            subprocess.run([*STATES, name, file], check=True)
+            return
         if kinds:
             replayed = dict.fromkeys(kinds, options.trace or traces.FILES["conversation"])
         elif options.trace:

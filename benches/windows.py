@@ -14,10 +14,7 @@ bytes in all layers.
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import itertools
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,7 +22,7 @@ from benches import harness, rig, traces
 from pillion import _shim
 from testkit.waiting import wait_for
 
-TRACE_TOKENS, CUT_TOKENS, WINDOW_TOKENS = 512, 32_768, 1024
+CUT_TOKENS, WINDOW_TOKENS = 32_768, 1024
 LAYERS, FULL_LAYERS = 62, 10
 # By the tokens of a block, the bytes of its full layers and those of its windows.
 BYTES = {128: (2560, 13_312), 16: (512, 2560)}
@@ -33,39 +30,19 @@ CHECKPOINTS = (0, 2048, 4096, 8192, 16_384)
 KEY_BYTES = 32
 # The most boundaries tried, as in the policy.
 TRIES_MAX = 32
-Request = tuple[list[int], int, int]
 # A cache group's blocks: read before a point (0: all), and from one point of every prompt to the next (0: none).
 Points = tuple[int, int]
 ALL: Points = (0, 0)
 
 
-def requests(count: int | None) -> list[Request]:
-    """The trace's requests: blocks in the trace, with the answer's blocks, tokens of the prompt, and all tokens."""
-    with gzip.open(traces.FILES["conversation"], "rt") as lines:
-        asked = [json.loads(line) for line in itertools.islice(lines, count)]
-    # By a block of the trace, the blocks of the next request to go on behind it.
-    following: dict[int, list[int]] = {}
-    found: list[Request] = []
-    for number, request in reversed(list(enumerate(asked))):
-        prompt = min(request["input_length"], CUT_TOKENS)
-        own: list[int] = request["hash_ids"][: prompt // TRACE_TOKENS]
-        total = prompt + request["output_length"]
-        later = following.get(own[-1], []) if own else []
-        ids = own + later[len(own) : -(-total // TRACE_TOKENS)]
-        ids += [-1 - number] * (-(-total // TRACE_TOKENS) - len(ids))
-        found.append((ids, prompt, total))
-        following |= dict.fromkeys(own[:-1], own)
-    return found[::-1]
-
-
-def keys_of(request: Request, tokens: int) -> list[bytes]:
+def keys_of(request: traces.Answered, tokens: int) -> list[bytes]:
     """The keys of a request's whole blocks of so many tokens."""
-    ids, _, total = request
-    return [key for place, block in enumerate(ids) for key in _keys(place, block, tokens)][: (total - 1) // tokens]
+    keys = [key for place, block in enumerate(request.blocks) for key in _keys(place, block, tokens)]
+    return keys[: (request.total - 1) // tokens]
 
 
 def _keys(place: int, block: int, tokens: int) -> Iterator[bytes]:
-    whole = hashlib.shake_128(f"{place} {block}".encode()).digest(KEY_BYTES * TRACE_TOKENS // tokens)
+    whole = hashlib.shake_128(f"{place} {block}".encode()).digest(KEY_BYTES * traces.BLOCK_TOKENS // tokens)
     return (whole[begin : begin + KEY_BYTES] for begin in range(0, len(whole), KEY_BYTES))
 
 
@@ -91,7 +68,7 @@ class Group(rig.Engine):
             pass
 
 
-def play(asked: list[Request], size: int, room: int, points: Points) -> dict[str, float]:
+def play(asked: list[traces.Answered], size: int, room: int, points: Points) -> dict[str, float]:
     """The shares, in so many bytes, with blocks of so many tokens."""
     tokens = found = 0
     blocks, reads, kind = 2 * CUT_TOKENS // size, _reads(size), f"window {WINDOW_TOKENS}"
@@ -102,7 +79,7 @@ def play(asked: list[Request], size: int, room: int, points: Points) -> dict[str
         ]
         full, windows = groups
         for number, request in enumerate(asked):
-            keys, prompt = keys_of(request, size), request[1]
+            keys, prompt = keys_of(request, size), request.prompt
             logs = [group.log(keys) for group in groups]
             last = (prompt - 1) // size
             parted = hit = full.hits(logs[0], 0, last)
@@ -140,9 +117,11 @@ def main() -> None:
     parser.add_argument("--requests", type=int, help="of the trace, from its beginning")
     parser.add_argument("--saved", nargs="+", choices=names, default=names, help="what is saved of windows")
     given = parser.parse_args()
-    asked, size = requests(given.requests), given.tokens
-    there_are = {block for request in asked for block in enumerate(request[0][: request[2] // TRACE_TOKENS])}
-    room = len(there_are) * TRACE_TOKENS // size * sum(BYTES[size]) // 10
+    asked = traces.with_answers(traces.FILES["conversation"], CUT_TOKENS, given.requests)
+    size = given.tokens
+    whole = (request.blocks[: request.total // traces.BLOCK_TOKENS] for request in asked)
+    there_are = {block for blocks in whole for block in enumerate(blocks)}
+    room = len(there_are) * traces.BLOCK_TOKENS // size * sum(BYTES[size]) // 10
     results = {}
     for name in given.saved:
         points = ALL if name == "all" else (_reads(size), int(name) // size)

@@ -8,9 +8,9 @@ use std::thread;
 use prometheus::{IntCounter, Registry};
 use shm_protocol::pool::slot_count;
 use tiers::dram;
-use tiers::forecast::{Forecast, ROOMS, SLOTS_MAX};
+use tiers::forecast::{Forecast, OtherRequest, ROOMS, SLOTS_MAX};
 
-use crate::core::FinishedRequest;
+use crate::core::{FinishedRequest, SetPart};
 use crate::error::StartError;
 use crate::pages::metrics::figures::{raise_counter, register_counter, register_counters};
 
@@ -24,6 +24,14 @@ const NICE: i32 = 19;
 pub struct Forecaster {
     requests: SyncSender<FinishedRequest>,
     counts: ForecastCounts,
+}
+
+/// The forecast of a pool.
+#[derive(Debug)]
+pub struct Replay {
+    config: dram::DramConfig,
+    /// Bytes of a block that counts, and the miniatures; made by the first request.
+    forecast: Option<(u64, Forecast)>,
 }
 
 /// The counters of the forecast; all clones share them.
@@ -64,18 +72,49 @@ fn play(requests: &Receiver<FinishedRequest>, config: &dram::DramConfig, counts:
         tracing::warn!(%error, "hits of other pool sizes are forecast at the sidecar's own priority, because a lower \
              one was refused");
     }
-    let mut forecast: Option<(u64, Forecast)> = None;
-    for FinishedRequest { namespace, block_bytes, keys, asked, ending } in requests {
-        let (bytes, forecast) = forecast.get_or_insert_with(|| {
+    let mut replay = Replay::new(*config);
+    for ended in requests {
+        replay.record(ended);
+        replay.forecast().into_iter().for_each(|forecast| counts.show(forecast));
+    }
+}
+
+// === impl Replay ===
+
+impl Replay {
+    pub fn new(config: dram::DramConfig) -> Self {
+        Self { config, forecast: None }
+    }
+
+    /// Records an ended request. One with another size of blocks than the first one is left out.
+    pub fn record(&mut self, ended: FinishedRequest) {
+        let FinishedRequest { namespace, block_bytes, keys, asked, ending, part } = ended;
+        if self.forecast.is_none() && matches!(part, SetPart::Other { .. }) {
+            // The sizes are those of full attention.
+            return;
+        }
+        let config = &self.config;
+        let (bytes, forecast) = self.forecast.get_or_insert_with(|| {
             let by_segment = slot_count(config.segment_bytes, block_bytes).unwrap_or(1);
             let slots = config.pool_bytes / config.segment_bytes * u64::from(by_segment);
             (block_bytes, Forecast::new(slots, SLOTS_MAX))
         });
-        // All slots of a scaled-down pool have one size.
-        if *bytes == block_bytes {
-            forecast.request(namespace, &keys, asked, ending);
-            counts.show(forecast);
+        match part {
+            SetPart::Other { saved, reads } => {
+                let size = block_bytes as f64 / *bytes as f64;
+                let (keys, saved, asked_end) = (&keys[..], &saved[..], asked.end);
+                forecast.beside(&OtherRequest { namespace, keys, saved, asked_end, reads, ending, size });
+            }
+            // All blocks that count have one size in a scaled-down pool.
+            _ if *bytes != block_bytes => {}
+            SetPart::Lead(others) => forecast.lead(namespace, &keys, asked, ending, &others),
+            SetPart::Whole => forecast.request(namespace, &keys, asked, ending),
         }
+    }
+
+    /// Returns the forecast; `None` before the first request.
+    pub fn forecast(&self) -> Option<&Forecast> {
+        self.forecast.as_ref().map(|(_, forecast)| forecast)
     }
 }
 
@@ -83,7 +122,8 @@ fn play(requests: &Receiver<FinishedRequest>, config: &dram::DramConfig, counts:
 
 impl ForecastCounts {
     fn new(registry: &Registry) -> Result<Self, prometheus::Error> {
-        let asked = "Blocks requested by ended requests, replayed in simulated pools of other sizes.";
+        let asked = "Blocks requested by ended requests, replayed in simulated pools of other sizes; of a model with several cache \
+             groups those of full attention.";
         let asked = register_counter(registry, "forecast_blocks_total", asked)?;
         let help = "Blocks that a pool of `dram` times the size of --dram would have found. endless: a pool that never \
              evicts. Divide by pillion_forecast_blocks_total.";
@@ -126,6 +166,7 @@ mod tests {
                     keys: keys.clone(),
                     asked,
                     ending: dram::Ending::default(),
+                    part: SetPart::Whole,
                 })
                 .unwrap();
         }

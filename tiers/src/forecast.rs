@@ -5,6 +5,12 @@
 //! consecutive blocks of a chain: the last block of each stride, after the chain's first block, since many
 //! chains share that. Chains with a shared beginning share it in the miniature, too, and every request
 //! counts. A run that ends within a stride is taken to end in its middle.
+//!
+//! A set of cache groups has blocks of several kinds in one room. Its requests count once, in blocks of its full attention ([`Forecast::lead`]),
+//! and are found up to the last end at which every other group has the blocks that it reads. The other groups keep what the engine saved
+//! of them ([`Forecast::beside`]). A set has no strides: it is left out where the room has more slots than the limit of a miniature.
+
+mod sets;
 
 use std::collections::{HashSet, VecDeque};
 use std::ops::Range;
@@ -14,6 +20,8 @@ use shm_protocol::pool::{SlotRef, slot_count};
 
 use crate::dram::{BlockAccount, Dram, DramConfig, Ending, HolderId};
 use crate::index::KeyPrint;
+
+pub use self::sets::{GroupReads, OtherGroup, OtherRequest, SavedKeys};
 
 /// Sizes of the miniatures, in halves of the real room.
 const HALVES: [u64; 4] = [1, 2, 4, 8];
@@ -123,8 +131,7 @@ impl Miniature {
     /// the first `from` blocks.
     fn request(&mut self, namespace: u32, chain: &[BlockHash], from: usize, ending: Ending) -> usize {
         let key = |at: usize| BlockKey { namespace, group: GROUP, hash: chain[at] };
-        let from = from.min(chain.len());
-        let run = from + self.dram.probe(namespace, &chain[from..]);
+        let run = self.run(namespace, chain, from);
         for at in 0..chain.len() {
             let slot = self.dram.begin_fill(key(at), BLOCK_BYTES, BlockAccount::default());
             self.slots.extend(slot.map(|slot| (at, slot)));
@@ -141,6 +148,12 @@ impl Miniature {
         self.dram.end_chain(HolderId::NOBODY, namespace, chain, ending);
         run
     }
+
+    /// Returns the length of the kept part of a chain; a query leaves out the first `from` blocks.
+    fn run(&mut self, namespace: u32, chain: &[BlockHash], from: usize) -> usize {
+        let from = from.min(chain.len());
+        from + self.dram.probe(namespace, &chain[from..])
+    }
 }
 
 // === impl Endless ===
@@ -149,9 +162,18 @@ impl Endless {
     /// Remembers a chain. Returns the length of the part known before; the query leaves out the first `from`
     /// blocks.
     fn request(&mut self, namespace: u32, chain: &[BlockHash], from: usize) -> usize {
-        let prints = || chain.iter().map(|hash| KeyPrint::new(namespace, GROUP, hash));
-        let run = from + prints().skip(from).take_while(|print| self.known.contains(print)).count();
-        for print in prints() {
+        let run = self.run(namespace, chain, from);
+        self.remember(namespace, chain);
+        run
+    }
+
+    fn run(&self, namespace: u32, chain: &[BlockHash], from: usize) -> usize {
+        let prints = chain.iter().skip(from).map(|hash| KeyPrint::new(namespace, GROUP, hash));
+        from + prints.take_while(|print| self.known.contains(print)).count()
+    }
+
+    fn remember(&mut self, namespace: u32, chain: &[BlockHash]) {
+        for print in chain.iter().map(|hash| KeyPrint::new(namespace, GROUP, hash)) {
             if self.known.insert(print) {
                 self.order.push_back(print);
             }
@@ -160,7 +182,6 @@ impl Endless {
             let oldest = self.order.pop_front().expect("more than none");
             self.known.remove(&oldest);
         }
-        run
     }
 }
 

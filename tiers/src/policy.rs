@@ -91,6 +91,8 @@ pub struct Ending {
     /// The holder's device has the blocks, too: those of this holder go before others until
     /// [`Dram::leave_device`](crate::dram::Dram::leave_device).
     pub on_device: bool,
+    /// Number of its first keys, of states before the one that the request went on from. Its end is no use of them.
+    pub unread: usize,
 }
 
 /// The rank of an ended request's blocks, for copies made later.
@@ -243,7 +245,7 @@ impl Policy {
         self.prints.extend(prints);
         self.clock.advance(self.prints.len() as u64, slots);
         let end = self.ends.end_turn(&self.prints, slots);
-        let Ending { way, last, on_device } = ending;
+        let Ending { way, last, on_device, .. } = ending;
         let sort = if last { Sort::OPEN } else { Sort::of_turn(self.kinds.kind(way), end.turn) };
         let device = on_device.then_some(holder);
         let turn = EndedTurn { sort, shared: end.shared, last, device };

@@ -6,6 +6,7 @@ mod bars;
 mod binding;
 mod proofs;
 mod service;
+mod sets;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::{Index, Range};

@@ -15,6 +15,7 @@ use shm_protocol::request::{SchedulerRequest, WorkerRequest};
 use shm_protocol::session::Bound;
 use shm_protocol::source::Source;
 use tiers::dram::Ending;
+use tiers::forecast::{GroupReads, OtherGroup, SavedKeys};
 use tiers::opener::OpenedSegment;
 use tiers::ssd;
 
@@ -261,6 +262,18 @@ pub struct FinishedRequest {
     /// The range of the keys asked for first.
     pub asked: Range<usize>,
     pub ending: Ending,
+    pub part: SetPart,
+}
+
+/// The part of a request that a cache group has.
+#[derive(Clone, Debug, PartialEq)]
+pub enum SetPart {
+    /// The engine has one group.
+    Whole,
+    /// Full attention, the first of the set, beside the other groups.
+    Lead(Vec<OtherGroup>),
+    /// Another group.
+    Other { saved: Vec<SavedKeys>, reads: GroupReads },
 }
 
 /// A message of the mesh to the core.

@@ -55,7 +55,8 @@ use self::engines::Engines;
 pub(crate) use self::engines::find_whole_engine;
 pub use self::engines::{Barred, EngineHolder, EngineStanding, EngineState, Proof};
 pub use self::event::{
-    Action, CopyDirection, CoreEvent, FinishedRequest, JobEnd, MeshEvent, RankBlock, RingRequest, TierJob,
+    Action, CopyDirection, CoreEvent, FinishedRequest, JobEnd, MeshEvent, RankBlock, RingRequest, SetPart,
+    TierJob,
 };
 use self::handover::Produced;
 pub use self::inspection::{Findings, InspectedBlocks, Inspection, InspectionResult, SearchedBlock};
@@ -338,7 +339,10 @@ impl Core {
             }
             SchedulerRequest::Query(query) => queries.query(session, query, base)?,
             SchedulerRequest::Load(load) => transfers.begin_load(session, &load, blocks, queries, base)?,
-            SchedulerRequest::Save(save) => transfers.begin_save(session, &save, &blocks, queries, base)?,
+            SchedulerRequest::Save(save) => {
+                transfers.begin_save(session, &save, &blocks, queries, base)?;
+                queries.note_save(session, &save);
+            }
             SchedulerRequest::Cancel(cancel) => transfers.cancel(session, cancel, base),
             SchedulerRequest::Release { log } => queries.release_log(session, log, &mut base.cx)?,
             SchedulerRequest::Close { log, way } => {

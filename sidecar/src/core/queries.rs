@@ -155,6 +155,11 @@ impl Queries {
         Ok((log.keys[first..from].to_vec(), keys))
     }
 
+    /// Notes an accepted SAVE.
+    pub(super) fn note_save(&mut self, session: SessionId, asked: &request::Save) {
+        self.logs(session).note_save(asked);
+    }
+
     /// Returns the key replaced by a save.
     pub(super) fn replaced_key(&self, session: SessionId, asked: &request::Save) -> Option<BlockHash> {
         let place = asked.replaced.checked_sub(1)?;
@@ -268,7 +273,7 @@ impl Queries {
     ) -> Result<(), Violation> {
         let Query { op, keys: LogKeys { log, from, count }, arriving, awaits, last } = query;
         self.askers[&session].logs.get(log)?;
-        self.logs(session).known_mut(log).note_question(from, count, last);
+        self.logs(session).known_mut(log).note_question(from, count);
         self.end_wait(session, log, &mut base.cx);
         let (first, asked) = (last.then_some(from), base.cx.now);
         let question = Question { session, op, log, from, count, first, arriving, awaits, asked };
@@ -436,6 +441,10 @@ impl Queries {
         };
         let (op, from, hits) = (question.op, question.from, (known + refs.len()) as u32);
         logs.lease(question.log, granted.map(|id| QueryLease { id, op, from, hits }));
+        if let Some(first) = question.first {
+            // Without a hit the request goes on from the engine's own state.
+            logs.known_mut(question.log).read_from = if hits > 0 { from } else { first.saturating_sub(1) };
+        }
         FoundRun { known: known as u32, refs }
     }
 
@@ -488,7 +497,7 @@ fn status(error: LeaseError) -> Status {
 }
 
 fn make_ending(way: u32, on_device: bool) -> Ending {
-    Ending { way, last: way == WAY_LAST, on_device }
+    Ending { way, last: way == WAY_LAST, on_device, unread: 0 }
 }
 
 /// Ends a request with these keys: the tier sorts its blocks, and the forecaster learns of it.
@@ -501,13 +510,13 @@ fn end_request(
 ) -> EndedChain {
     let Some(binding) = base.engines[session].binding() else { return EndedChain::default() };
     let Binding { whose, namespace, .. } = binding;
+    let ending = Ending { unread: log.read_from as usize, ..ending };
     let ended = base.cx.dram.end_chain(whose.holder, namespace, &keys, ending);
-    // The forecaster replays leading runs alone.
-    if !log.asked_last {
+    if let Some(part) = base.engines.part_of_set(session, &log.saved) {
         let (block_bytes, asked) = (binding.block_bytes(), log.first_asked.clone().unwrap_or_default());
-        // The forecaster knows no device.
-        let ending = Ending { on_device: false, ..ending };
-        base.cx.ended.push(FinishedRequest { namespace, block_bytes, keys, asked, ending });
+        // The forecaster knows no device, and what other rooms have before a request's states.
+        let ending = Ending { on_device: false, unread: 0, ..ending };
+        base.cx.ended.push(FinishedRequest { namespace, block_bytes, keys, asked, ending, part });
     }
     ended
 }

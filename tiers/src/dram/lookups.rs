@@ -68,9 +68,10 @@ impl Dram {
         let turn = self.policy.end_turn(prints, room, holder, ending);
         self.chain.clear();
         let (mut depth, mut own) = (hashes.len(), 0);
+        let unread = if ending.last { 0 } else { ending.unread };
         self.deepest_first(namespace, hashes, |dram, id| {
             depth -= 1;
-            let Some(id) = id else { return };
+            let Some(id) = id.filter(|_| depth >= unread) else { return };
             own += usize::from(depth >= turn.shared);
             let before = dram.slab.entries.get(id).claims.holder();
             if before != holder && !dram.ledger.is_here(before) {

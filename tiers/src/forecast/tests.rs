@@ -63,3 +63,95 @@ fn what_lies_on_the_device_is_not_asked_for() {
     forecast.request(0, &chain, 10..10, Ending::default());
     assert_eq!((forecast.asked(), forecast.found()), (21, [5; 5]));
 }
+
+const FULL: u32 = 1;
+const OTHER: u32 = 2;
+
+/// A request of a set: a chain of full attention, and these saved keys of another group. Returns the blocks found in the smallest room, and in
+/// the endless one.
+fn set_request(
+    forecast: &mut Forecast,
+    chain: &[BlockHash],
+    asked_end: usize,
+    reads: GroupReads,
+    saved: &[SavedKeys],
+) -> [u64; 2] {
+    let before = forecast.found();
+    let others = [OtherGroup { namespace: OTHER, reads }];
+    forecast.lead(FULL, chain, 0..chain.len(), Ending::default(), &others);
+    forecast.beside(&OtherRequest {
+        namespace: OTHER,
+        keys: chain,
+        saved,
+        ending: Ending::default(),
+        asked_end,
+        reads,
+        size: 1.0,
+    });
+    [0, ROOMS.len() - 1].map(|room| forecast.found()[room] - before[room])
+}
+
+fn saved(keys: Range<usize>) -> SavedKeys {
+    SavedKeys { keys, replaced: None }
+}
+
+#[test]
+fn a_set_is_found_up_to_the_last_end_of_all_groups() {
+    let chain = blocks(&mut Random(3), 20);
+    for (reads, kept, found) in [
+        (GroupReads::Last(1), vec![4..5, 9..10], 10),
+        (GroupReads::Last(1), vec![], 0),
+        (GroupReads::Last(3), vec![4..9, 12..14], 9),
+        (GroupReads::Last(3), vec![5..7, 8..10], 0),
+        (GroupReads::Last(3), vec![0..2, 9..11], 2),
+        (GroupReads::All, vec![0..7, 8..16], 7),
+    ] {
+        let mut forecast = Forecast::new(400, 400);
+        let kept: Vec<SavedKeys> = kept.into_iter().map(saved).collect();
+        assert_eq!(set_request(&mut forecast, &chain[..16], 0, reads, &kept), [0; 2]);
+        assert_eq!(set_request(&mut forecast, &chain, 0, reads, &[]), [found; 2], "{reads:?} {kept:?}");
+        assert_eq!(forecast.asked(), 36, "a set's blocks count once");
+    }
+}
+
+/// The real request found them, and saved nothing. In a smaller room the engine computes them again.
+#[test]
+fn blocks_read_at_the_end_of_a_prompt_are_kept_in_any_room() {
+    let chain = blocks(&mut Random(6), 20);
+    for reads in [GroupReads::Last(1), GroupReads::Last(3), GroupReads::All] {
+        let mut forecast = Forecast::new(400, 400);
+        set_request(&mut forecast, &chain, 12, reads, &[]);
+        assert_eq!(set_request(&mut forecast, &chain, 12, reads, &[]), [12; 2], "{reads:?}");
+    }
+}
+
+#[test]
+fn states_take_room_and_replaced_ones_none() {
+    let states = |replaced: bool| {
+        let mut random = Random(4);
+        let mut forecast = Forecast::new(100, 100);
+        let chains: Vec<Vec<BlockHash>> = (0..3).map(|_| blocks(&mut random, 10)).collect();
+        let save =
+            |at: usize| SavedKeys { keys: at..at + 1, replaced: at.checked_sub(1).filter(|_| replaced) };
+        let made: Vec<SavedKeys> = (0..10).map(save).collect();
+        let mut all = || {
+            chains
+                .iter()
+                .map(|chain| set_request(&mut forecast, chain, 0, GroupReads::Last(1), &made)[0])
+                .sum::<u64>()
+        };
+        all();
+        all()
+    };
+    assert_eq!(states(true), 30, "thirty blocks and three states fit half of the room");
+    assert!(states(false) < 30, "thirty states beside them do not");
+}
+
+#[test]
+fn a_set_has_no_strides() {
+    let chain = blocks(&mut Random(5), 10);
+    let mut forecast = Forecast::new(100, 50);
+    set_request(&mut forecast, &chain, 0, GroupReads::Last(1), &[saved(9..10)]);
+    assert_eq!(set_request(&mut forecast, &chain, 0, GroupReads::Last(1), &[]), [0; 2]);
+    assert_eq!(forecast.asked(), 0, "neither is it asked for");
+}

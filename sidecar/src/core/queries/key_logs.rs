@@ -6,12 +6,16 @@ use std::ops::Range;
 use shm_protocol::key::BlockHash;
 use shm_protocol::layout::{CHUNK_KEYS, LOG_KEYS};
 use shm_protocol::pool::SlotRef;
-use shm_protocol::request::{Append, LogKeys};
+use shm_protocol::request::{self, Append, LogKeys};
 use shm_protocol::source::Source;
 use tiers::dram::{EndedChain, LeaseId};
+use tiers::forecast::SavedKeys;
 
 use super::windows::Window;
 use super::{Context, Question, SessionId, Violation};
+
+/// Most parts of saves remembered for the forecast, in all logs of a scheduler: 3 MB.
+const SAVED_MAX: usize = 1 << 16;
 
 /// The key logs of one scheduler.
 #[derive(Debug, Default)]
@@ -23,6 +27,8 @@ pub(crate) struct KeyLogs {
     pub(super) promised: BTreeSet<u32>,
     /// Number of keys in all logs; the arena bounds it.
     keys: usize,
+    /// Number of remembered parts of saves in all logs.
+    saved: usize,
     /// True once a request has ended with its blocks on the engine's device: a block may have its parent there
     /// alone.
     pub(super) has_device: bool,
@@ -45,8 +51,10 @@ pub(super) struct KeyLog {
     pub(super) asked: bool,
     /// The range of the first question's keys.
     pub(super) first_asked: Option<Range<usize>>,
-    /// True once a question asked for the last kept key.
-    pub(super) asked_last: bool,
+    /// The keys of its saves, in their order.
+    pub(super) saved: Vec<SavedKeys>,
+    /// The key of the state that the request goes on from, by the answer to its last question for the last kept key.
+    pub(super) read_from: u32,
     /// `Some` while its questions may wait for a producer.
     pub(super) window: Option<Window>,
     /// `Some` once its request has ended: its blocks are on the engine's device, and saved as they leave it.
@@ -100,6 +108,21 @@ impl KeyLogs {
         Ok(())
     }
 
+    /// Notes a save of an open log. Beyond the limit it is in no forecast.
+    pub(super) fn note_save(&mut self, asked: &request::Save) {
+        let log = self.open.get_mut(&asked.keys.log).expect("the caller checked");
+        let keys = asked.keys.from as usize..asked.keys.end() as usize;
+        let replaced = asked.replaced.checked_sub(1).map(|replaced| replaced as usize);
+        let replaced = replaced.filter(|replaced| *replaced < log.keys.len());
+        let last = log.saved.last_mut().filter(|last| last.keys.end == keys.start);
+        if let Some(last) = last.filter(|last| replaced.or(last.replaced).is_none()) {
+            last.keys.end = keys.end;
+        } else if self.saved < SAVED_MAX {
+            self.saved += 1;
+            log.saved.push(SavedKeys { keys, replaced });
+        }
+    }
+
     /// Returns a log named by an engine. Fails if it is not open.
     pub(super) fn get(&self, number: u32) -> Result<&KeyLog, Violation> {
         self.open.get(&number).ok_or_else(|| unknown(number))
@@ -150,6 +173,7 @@ impl KeyLogs {
         let log = self.open.remove(&number)?;
         self.promised.remove(&number);
         self.keys -= log.keys.len();
+        self.saved -= log.saved.len();
         Some(log)
     }
 }
@@ -157,11 +181,9 @@ impl KeyLogs {
 // === impl KeyLog ===
 
 impl KeyLog {
-    /// Notes a question for `count` keys from `from` on: for the `last` kept one of them, or for the leading
-    /// ones.
-    pub(super) fn note_question(&mut self, from: u32, count: u32, last: bool) {
+    /// Notes a question for `count` keys from `from` on.
+    pub(super) fn note_question(&mut self, from: u32, count: u32) {
         self.first_asked.get_or_insert(from as usize..from as usize + count as usize);
-        self.asked_last |= last;
     }
 
     /// Returns the keys of the log named by a question.

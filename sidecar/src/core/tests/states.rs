@@ -1,13 +1,21 @@
 //! Queries for the last kept key, over memory.
 
+use tiers::forecast::{GroupReads, SavedKeys};
+
 use super::*;
 
 /// An engine with the states of these keys of its log 0, each saved by itself.
 fn keeping(kept: &[u32]) -> Harness {
+    keeping_in(64 << 20, SHARD_BYTES, kept)
+}
+
+/// The same, in a pool of so many bytes.
+fn keeping_in(pool_bytes: u64, state_bytes: u64, kept: &[u32]) -> Harness {
     let facts = Facts::from([("group_kind".into(), "state".into())]);
-    let mut engine = Harness::of(core_of(64 << 20));
+    let mut engine = Harness::of(core_of(pool_bytes));
     let named = |hello| Hello { engine: "e group 1".into(), ..hello };
-    engine.connect(RANKS[0], named(changed(rank_hello(1, 0), |rank| rank.facts = facts)));
+    let hello_of_rank = changed(rank_hello_of(1, 0, state_bytes), |rank| rank.facts = facts);
+    engine.connect(RANKS[0], named(hello_of_rank));
     engine.connect(SCHEDULER, named(hello(1, Role::Scheduler { run: RUN })));
     engine.join();
     engine.open(0, 0..10);
@@ -80,16 +88,62 @@ fn leading_hits_are_not_asked_for() {
     assert_eq!(engine.ask_last(21, 0, 10), (6, vec![5]));
 }
 
-/// The forecaster replays leading runs, and no run has states.
-#[test]
-fn a_log_of_states_is_in_no_forecast() {
-    for last in [true, false] {
-        let mut engine = keeping(&[2]);
-        let keys = LogKeys::new(0, 0..10);
-        engine.ask(SchedulerRequest::Query(Query { op: 20, keys, arriving: false, awaits: false, last }));
-        engine.ask(SchedulerRequest::Close { log: 0, way: 0 });
-        assert_eq!(engine.core.drain_ended().count(), usize::from(!last));
+/// The parts of a request that groups of these kinds have, with blocks of so many tokens. Each saves keys 0 and 1 together, then key 2 in
+/// place of key 1.
+fn parts(kinds: &[(&str, u32)]) -> Vec<Option<SetPart>> {
+    let mut engine = Harness::of(core_of(64 << 20));
+    let sessions: Vec<[SessionId; 2]> =
+        (0..kinds.len() as u64).map(|at| [10 + 2 * at, 11 + 2 * at]).collect();
+    for (at, (kind, tokens)) in kinds.iter().enumerate() {
+        let facts =
+            [("group_kind", (*kind).into()), ("block_tokens", tokens.to_string()), ("group", at.to_string())];
+        let facts: Facts = facts.map(|(name, value)| (name.into(), value)).into();
+        let named = |hello| Hello { engine: format!("e group {at}"), ..hello };
+        engine.connect(sessions[at][0], named(changed(rank_hello(1, 0), |rank| rank.facts = facts)));
+        engine.connect(sessions[at][1], named(hello(1, Role::Scheduler { run: [1 + at as u8; 16] })));
+        engine.report(sessions[at][0], WorkerRequest::Join { run: [1 + at as u8; 16], step: 0 });
     }
+    let part = |[rank, scheduler]: &[SessionId; 2]| {
+        engine.speaker = *scheduler;
+        engine.open(0, 0..10);
+        engine.post_save(0, 1, 0..2, false);
+        engine.fences(*rank, 1, 1);
+        engine.copied();
+        assert!(engine.save_replacing_from(*rank, 2, 2, 1));
+        engine.ask(SchedulerRequest::Close { log: 0, way: 0 });
+        engine.core.drain_ended().next().map(|ended| ended.part)
+    };
+    sessions.iter().map(part).collect()
+}
+
+#[test]
+fn a_request_of_a_set_is_foretold_by_all_groups() {
+    let saved = vec![SavedKeys { keys: 0..2, replaced: None }, SavedKeys { keys: 2..3, replaced: Some(1) }];
+    let other = |reads| Some(SetPart::Other { saved: saved.clone(), reads });
+    let found = parts(&[("window 100 x5", 16), ("full", 16), ("state", 16), ("full", 16)]);
+    let [window, Some(SetPart::Lead(others)), states, full] = &found[..] else { panic!("{found:?}") };
+    let reads: Vec<_> = others.iter().map(|group| group.reads).collect();
+    assert_eq!(reads, [GroupReads::Last(7), GroupReads::Last(1), GroupReads::All]);
+    assert_eq!([window, states, full], [other(reads[0]), other(reads[1]), other(reads[2])].each_ref());
+    for left_out in [&[("full", 16), ("state", 32)][..], &[("full", 16), ("chunk 8", 16)], &[("state", 16)]] {
+        assert!(parts(left_out).iter().all(Option::is_none), "{left_out:?}");
+    }
+}
+
+/// A conversation goes on from its last state: those before it would only take room.
+#[test]
+fn a_state_before_the_found_one_goes_first() {
+    let mut engine = keeping_in(2 << 20, 600_000, &[2, 5, 8]);
+    assert_eq!(engine.ask_last(20, 0, 7), (6, vec![5]));
+    engine.ask(SchedulerRequest::Close { log: 0, way: 0 });
+    engine.open(1, 0..10);
+    engine.open(2, 20..30);
+    engine.post_save(2, 30, 0..1, false);
+    engine.fences(RANKS[0], 30, 30);
+    engine.copied();
+    assert_eq!(engine.saved().unwrap().committed, 1);
+    let kept = (0..10).filter(|key| engine.query(1, 40, *key, 1).value == 1);
+    assert_eq!(kept.collect::<Vec<_>>(), [5, 8]);
 }
 
 /// Another engine is to compute the prompt's last state. If it does not come, a state before it is as good.
@@ -105,11 +159,16 @@ fn who_awaits_asks_for_the_last_key_first() {
 impl Harness {
     /// Saves a key of log 0 in place of an earlier one, and returns whether the save was kept.
     fn save_replacing(&mut self, op: u64, key: u32, replaced: u32) -> bool {
+        self.save_replacing_from(RANKS[0], op, key, replaced)
+    }
+
+    /// The same for this rank's engine.
+    fn save_replacing_from(&mut self, rank: SessionId, op: u64, key: u32, replaced: u32) -> bool {
         let keys = LogKeys::new(0, key..key + 1);
         let (position, step, replaced) = (0, op, replaced + 1);
         let save = request::Save { op, keys, position, step, checked: false, handover: false, replaced };
         self.post(SchedulerRequest::Save(save), Vec::new(), vec![1]);
-        self.fences(RANKS[0], op, op);
+        self.fences(rank, op, op);
         self.copied();
         self.saved().is_some_and(|saved| saved.committed == 1)
     }

@@ -116,6 +116,19 @@ fn what_nobody_goes_on_from_goes_next_and_what_others_share_stays() {
 }
 
 #[test]
+fn what_a_request_passed_over_is_not_used_by_its_end() {
+    for (last, gone) in [(false, [2, 3]), (true, [3, 4])] {
+        let mut dram = tier(1);
+        [2, 3, 4].into_iter().for_each(|number| _ = fill(&mut dram, number, 600_000));
+        let ending = Ending { last, unread: 1, ..Ending::default() };
+        dram.end_chain(NOBODY, 7, &hashes(3..5), ending);
+        [10, 11].into_iter().for_each(|number| _ = fill(&mut dram, number, 600_000));
+        let kept = |number: &u64| dram.find_committed(7, 0, &hash(*number)).is_some();
+        assert!(!gone.iter().any(kept), "{gone:?} of 2, 3 and 4 go first, the conversation's last: {last}");
+    }
+}
+
+#[test]
 fn a_kept_block_whose_parent_is_not_is_counted_when_its_chain_is_saved_anew() {
     let mut dram = tier(1);
     fill_all(&mut dram, 0..3, 600_000);

@@ -18,6 +18,7 @@ mod context;
 mod engines;
 mod event;
 mod handover;
+mod hints;
 mod inspection;
 mod inventory;
 mod namespaces;
@@ -58,6 +59,7 @@ pub use self::event::{
     Action, CopyDirection, CoreEvent, FinishedRequest, JobEnd, MeshEvent, RankBlock, RingRequest, TierJob,
 };
 use self::handover::Produced;
+pub use self::hints::HintStats;
 pub use self::inspection::{Findings, InspectedBlocks, Inspection, InspectionResult, SearchedBlock};
 pub use self::inventory::{Eviction, KeptCounts, Location, Survey};
 use self::namespaces::Binding;
@@ -358,6 +360,9 @@ impl Core {
                 self.bind(session);
             }
             SchedulerRequest::Hint { keys } => queries.hint(session, keys, base)?,
+            SchedulerRequest::Advise(advise) => {
+                queries.advise(session, &advise, || transfers.saved_keys(session), base)?
+            }
             SchedulerRequest::Accept { step } => {
                 if !base.engines[session].accepts {
                     return Err(format!(
@@ -469,6 +474,8 @@ impl Core {
 
     /// Lets tiers take as much memory as they can before the sidecar ends, the best blocks first.
     pub fn write_all(&mut self, out: &mut Vec<Action>) {
+        // Hinted blocks take their places among the others.
+        self.base.cx.dram.end_all_hints();
         self.base.sources.tell_tiers(Notice::Ending, &mut self.base.cx);
         out.append(&mut self.base.cx.actions);
     }
@@ -595,6 +602,11 @@ impl Core {
         self.base.cx.dram.audit_ledger();
     }
 
+    /// Panics if hints keep more of an engine's blocks than they may. Looks at all such blocks.
+    pub fn audit_hints(&self) {
+        self.base.cx.dram.audit_hints();
+    }
+
     /// Returns the connected engines barred from their namespace.
     pub fn barred(&self) -> Vec<Barred> {
         self.base.engines.barred()
@@ -672,6 +684,8 @@ impl Core {
             handover_loaded: cx.kept.released().loaded,
             handover_expired: cx.kept.released().expired,
             handover_full: cx.kept.released().full,
+            retained_bytes: tier.retained_bytes,
+            pinned_bytes: tier.pinned_bytes,
             ..cx.stats.clone()
         }
     }

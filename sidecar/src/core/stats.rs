@@ -1,5 +1,6 @@
 //! Figures of the core. The runtime publishes them as metrics; `docs/metrics.md` lists them.
 
+use super::hints::HintStats;
 use super::worth::Over;
 
 /// Counters since the start, and levels now.
@@ -111,6 +112,11 @@ pub struct CoreStats {
     pub load_refusals: u64,
     /// Failed loads refused by a rank, because they were of another namespace than its blocks.
     pub load_mismatches: u64,
+    /// Blocks of hints.
+    pub hints: HintStats,
+    /// Bytes of blocks kept by hints now, once for each engine.
+    pub retained_bytes: u64,
+    pub pinned_bytes: u64,
 }
 
 // === impl CoreStats ===

@@ -49,6 +49,10 @@ pub(super) struct KeyLog {
     pub(super) asked_last: bool,
     /// `Some` while its questions may wait for a producer.
     pub(super) window: Option<Window>,
+    /// True once a hint named it as no request's.
+    pub(super) is_alone: bool,
+    /// The keys of blocks that go first once its request has ended, by a hint.
+    pub(super) demoted: Option<Range<usize>>,
     /// `Some` once its request has ended: its blocks are on the engine's device, and saved as they leave it.
     pub(super) ended: Option<EndedChain>,
 }

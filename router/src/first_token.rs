@@ -14,9 +14,19 @@ use super::prompt::Prompt;
 use super::requests;
 
 /// Fields of a request that let a second engine go on as the first would: each token depends on the tokens
-/// before it alone.
-const FREE: [&str; 9] =
-    ["model", "prompt", "max_tokens", "stream", "temperature", "top_p", "top_k", "min_p", "ignore_eos"];
+/// before it alone. A client's hints change no token.
+const FREE: [&str; 10] = [
+    "model",
+    "prompt",
+    "max_tokens",
+    "stream",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "ignore_eos",
+    requests::PARAMS,
+];
 /// The keys of the first event, and of its one choice, in the answer of an engine after one token.
 const EVENT: [&str; 5] = ["id", "object", "created", "model", "choices"];
 const CHOICE: [&str; 7] =

@@ -341,11 +341,12 @@ impl Dram {
 
     /// Puts the slot of an entry outside of the index into the free list.
     fn free(&mut self, id: u32, bytes: u64) {
-        let standing = self.slab.entries.get(id).standing;
+        let SlotEntry { standing, .. } = *self.slab.entries.get(id);
+        let place = self.slab.entries.get(id).list_place();
         self.slab.entries.get_mut(id).set_state(SlotState::Free);
         self.slab.move_to(id, ListPlace::Free);
         if let Some(parent) = self.slab.part(id) {
-            self.policy.lost_children(&mut self.slab, parent, standing);
+            self.policy.lost_children(&mut self.slab, parent, standing, place);
         }
         self.discharge(id, bytes);
         self.slab.segments[self.slab.entries.segment(id)].used -= 1;

@@ -224,13 +224,14 @@ impl Policy {
         self.ghost.remember(print, slots);
     }
 
-    /// Records that the last child of a block went, with this standing.
-    pub(crate) fn lost_children(&self, slab: &mut Slab, parent: u32, standing: Standing) {
+    /// Records that the last child of a block went, with this standing from this place.
+    pub(crate) fn lost_children(&self, slab: &mut Slab, parent: u32, standing: Standing, place: ListPlace) {
         let entry = slab.entries.get_mut(parent);
         if entry.standing.sort() != Sort::PARENT {
             return;
         }
         match entry.list_place() {
+            ListPlace::Kept if place == ListPlace::FirstOut => slab.go_first(parent, standing.leave_dram()),
             ListPlace::Kept => slab.keep(parent, standing.leave_dram(), Spot::Tail),
             _ => entry.standing = standing.leave_dram(),
         }

@@ -318,6 +318,11 @@ impl Slab {
         self.put(id, standing, ListPlace::Kept, spot);
     }
 
+    /// Moves an entry from its list to the end of the list of blocks that go first.
+    pub(crate) fn go_first(&mut self, id: u32, standing: Standing) {
+        self.put(id, standing, ListPlace::FirstOut, Spot::Tail);
+    }
+
     fn put(&mut self, id: u32, standing: Standing, place: ListPlace, spot: Spot) {
         self.leave_list(id);
         self.entries.get_mut(id).standing = standing;

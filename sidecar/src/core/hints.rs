@@ -6,10 +6,11 @@
 use shm_protocol::hints::{Advice, HintAction};
 use shm_protocol::key::BlockHash;
 use shm_protocol::message::{Outcome, Status};
-use tiers::dram::{HintTerms, HintedCounts};
+use tiers::dram::{HintTerms, HintedCounts, HolderId};
 
 use super::Base;
 use super::namespaces::Binding;
+use super::score::{ScoredKeys, find_binding};
 
 /// A hint brings blocks within 1 of so many parts of the room for arrivals: the others are for queries.
 const PARTS: u64 = 2;
@@ -57,12 +58,34 @@ pub(super) fn advise_chain(
     found
 }
 
-/// Counts a chain to be demoted at the end of its request.
-pub(super) fn note_demotion(binding: &Binding, keys: &[BlockHash], base: &mut Base) -> HintedCounts {
-    let mut kept = Vec::with_capacity(keys.len());
-    base.cx.dram.lookup(binding.namespace, keys, &mut kept);
-    let done = kept.iter().filter(|kept| **kept).count() as u64;
-    let found = HintedCounts { done, clipped: 0, missing: keys.len() as u64 - done };
+/// Carries an operator's advice out. Kept blocks count as of an engine of their own, also without any engine, so they stay
+/// when engines restart; fetched ones count for the engine that would get the prompt.
+pub(super) fn advise_operator(advice: Advice, chain: &ScoredKeys, base: &mut Base) -> HintedCounts {
+    let missing = HintedCounts { missing: chain.keys.len() as u64, ..HintedCounts::default() };
+    if base.cx.draining {
+        return missing;
+    }
+    let (engine, mut binding) = find_binding(chain, base);
+    match advice {
+        Advice::Prefetch if engine.is_none() => {
+            count_hint(advice, missing, base);
+            return missing;
+        }
+        Advice::Prefetch => {}
+        _ => binding.whose.holder = HolderId::NOBODY,
+    }
+    advise_chain(advice, &binding, &chain.keys, |_| false, base)
+}
+
+/// Notes a chain to be demoted at the end of its request: of its blocks those `coming` from saves once they are there.
+pub(super) fn note_demotion(
+    binding: &Binding,
+    keys: &[BlockHash],
+    coming: impl Fn(&BlockHash) -> bool,
+    base: &mut Base,
+) -> HintedCounts {
+    let (chain, holder, now_ms) = ((binding.namespace, keys), binding.whose.holder, base.cx.now_ms);
+    let found = base.cx.dram.await_demotion(holder, chain, now_ms, coming);
     count_hint(Advice::Demote, found, base);
     found
 }

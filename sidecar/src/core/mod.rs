@@ -42,12 +42,13 @@ use std::time::Duration;
 use shm_protocol::ACCEPT_SINCE;
 use shm_protocol::announcement::Announcement;
 use shm_protocol::handshake::Hello;
+use shm_protocol::hints::Advice;
 use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
 use shm_protocol::message::Kind;
 use shm_protocol::prefill::PrefillRate;
 use shm_protocol::request::{LoadEnd, SchedulerRequest, WorkerRequest};
 use shm_protocol::source::Source;
-use tiers::dram::Dram;
+use tiers::dram::{Dram, HintedCounts};
 
 use self::announcer::Announcer;
 use self::arrivals::{SourceLane, Waiter};
@@ -499,6 +500,20 @@ impl Core {
     pub fn follow_score(&self, score: &mut PromptScore) -> Option<PromptPlaces> {
         let goes_on = score.step(&self.base, &self.queries);
         (!goes_on).then(|| score.places(&self.base))
+    }
+
+    /// Carries an operator's hint for a chain out, and appends the actions. [`Core::go_on`] must follow.
+    pub fn hint(
+        &mut self,
+        now: Duration,
+        chain: &ScoredKeys,
+        advice: Advice,
+        out: &mut Vec<Action>,
+    ) -> HintedCounts {
+        self.base.cx.set_now(now);
+        let found = hints::advise_operator(advice, chain, &mut self.base);
+        out.append(&mut self.base.cx.actions);
+        found
     }
 
     /// Begins to evict a namespace: its blocks on their way, by saves or reads, are not kept, either. `None`:

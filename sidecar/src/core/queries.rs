@@ -315,16 +315,15 @@ impl Queries {
         log.is_alone |= alone;
         let keys = log.some(from, count).to_vec();
         let binding = base.engines[session].binding().filter(|_| !base.cx.draining);
+        let saved = LazyCell::new(saved_keys);
+        let is_saved = |hash: &BlockHash| saved.contains(hash);
         let found = match binding {
             None => HintedCounts { missing: u64::from(count), ..HintedCounts::default() },
             Some(binding) if advice == Advice::Demote && !alone => {
                 log.demoted = Some(from as usize..from as usize + keys.len());
-                note_demotion(&binding, &keys, base)
+                note_demotion(&binding, &keys, is_saved, base)
             }
-            Some(binding) => {
-                let saved = LazyCell::new(saved_keys);
-                advise_chain(advice, &binding, &keys, |hash| saved.contains(hash), base)
-            }
+            Some(binding) => advise_chain(advice, &binding, &keys, is_saved, base),
         };
         base.cx.actions.push(Action::Outcome { session, op, outcome: outcome_of(op, found) });
         Ok(())

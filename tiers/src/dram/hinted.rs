@@ -49,11 +49,12 @@ pub struct HintedCounts {
     pub missing: u64,
 }
 
-/// A block kept by a hint as soon as its save has ended.
+/// A block kept, or demoted, as soon as its save has ended.
 #[derive(Copy, Clone, Debug)]
 struct ComingBlock {
     holder: HolderId,
-    terms: HintTerms,
+    /// `None`: it is demoted.
+    terms: Option<HintTerms>,
     /// It is forgotten then.
     by_ms: u64,
 }
@@ -218,9 +219,7 @@ impl Dram {
                 if id != NO_ENTRY {
                     let kept = self.keep_block(id, holder, terms, max);
                     *(if kept { &mut counts.done } else { &mut counts.clipped }) += 1;
-                } else if coming(hash) && self.hinted.coming.len() < COMING_MAX {
-                    let awaited = ComingBlock { holder, terms, by_ms: now_ms + COMING_MS };
-                    self.hinted.coming.insert(BlockKey { namespace, group: GROUP, hash: *hash }, awaited);
+                } else if coming(hash) && self.await_block(namespace, hash, (holder, Some(terms)), now_ms) {
                     counts.done += 1;
                 } else if is_run {
                     break 'chain;
@@ -244,6 +243,27 @@ impl Dram {
         self.policy.demote(&mut self.slab, &chain);
         self.chain = chain;
         HintedCounts { done: done as u64, clipped: 0, missing: (hashes.len() - done) as u64 }
+    }
+
+    /// Demotes a chain's blocks that are `coming` from saves as soon as they are there. Returns their number and that of the
+    /// blocks in DRAM, which stay as they are.
+    pub fn await_demotion(
+        &mut self,
+        holder: HolderId,
+        (namespace, hashes): (u32, &[BlockHash]),
+        now_ms: u64,
+        coming: impl Fn(&BlockHash) -> bool,
+    ) -> HintedCounts {
+        let mut counts = HintedCounts::default();
+        for batch in hashes.chunks(BATCH) {
+            let ids = self.find_batch(namespace, batch);
+            for (id, hash) in ids.into_iter().zip(batch) {
+                let done = id != NO_ENTRY
+                    || coming(hash) && self.await_block(namespace, hash, (holder, None), now_ms);
+                *(if done { &mut counts.done } else { &mut counts.missing }) += 1;
+            }
+        }
+        counts
     }
 
     /// Ends a holder's hints for these blocks.
@@ -280,7 +300,10 @@ impl Dram {
 
     /// Ends hints whose time is over.
     pub(super) fn expire_hints(&mut self, now_ms: u64) {
-        self.hinted.coming.retain(|_, coming| coming.by_ms > now_ms && coming.terms.until_ms > now_ms);
+        let is_awaited = |coming: &ComingBlock| {
+            coming.by_ms > now_ms && coming.terms.is_none_or(|terms| terms.until_ms > now_ms)
+        };
+        self.hinted.coming.retain(|_, coming| is_awaited(coming));
         for holder in self.hinted.holders.keys().copied().collect::<Vec<_>>() {
             while let Some(id) = self.hinted.holders.get_mut(&holder).and_then(|hints| hints.due(now_ms)) {
                 self.unkeep(holder, id);
@@ -289,14 +312,18 @@ impl Dram {
         }
     }
 
-    /// Keeps a just committed block, if a hint awaits it.
+    /// Keeps or demotes a just committed block, if a hint awaits it.
     pub(super) fn keep_awaited(&mut self, id: u32, key: &BlockKey) {
         if self.hinted.coming.is_empty() {
             return;
         }
-        if let Some(ComingBlock { holder, terms, .. }) = self.hinted.coming.remove(key) {
-            self.keep_block(id, holder, terms, self.hinted_max(holder));
-            self.forget_unhinted(holder);
+        let Some(ComingBlock { holder, terms, .. }) = self.hinted.coming.remove(key) else { return };
+        match terms {
+            Some(terms) => {
+                self.keep_block(id, holder, terms, self.hinted_max(holder));
+                self.forget_unhinted(holder);
+            }
+            None => self.policy.demote(&mut self.slab, &[id]),
         }
     }
 
@@ -387,6 +414,22 @@ impl Dram {
         }
         self.hinted.holders.entry(holder).or_default().set_terms(id, bytes, terms);
         true
+    }
+
+    /// Returns false if too many blocks are awaited.
+    fn await_block(
+        &mut self,
+        namespace: u32,
+        hash: &BlockHash,
+        (holder, terms): (HolderId, Option<HintTerms>),
+        now_ms: u64,
+    ) -> bool {
+        let has_room = self.hinted.coming.len() < COMING_MAX;
+        if has_room {
+            let awaited = ComingBlock { holder, terms, by_ms: now_ms + COMING_MS };
+            self.hinted.coming.insert(BlockKey { namespace, group: GROUP, hash: *hash }, awaited);
+        }
+        has_room
     }
 
     /// Ends a holder's hint for a block, if there is one.

@@ -110,6 +110,20 @@ fn blocks_being_saved_are_kept_once_they_are_there() {
 }
 
 #[test]
+fn a_chain_demoted_before_its_last_save_ends_goes_as_a_whole() {
+    let mut dram = tier(4);
+    let engine = dram.enter_holder();
+    save_chain(&mut dram, engine, 100..103);
+    save_chain(&mut dram, engine, 0..2);
+    let found = dram.await_demotion(engine, (7, &hashes(0..4)), 0, |wanted| *wanted == hash(2));
+    assert_eq!(found, counts(3, 0, 1));
+    dram.demote_chain(engine, 7, &hashes(0..4));
+    assert!(save(&mut dram, engine, 2, BYTES));
+    (300..309).for_each(|number| assert!(save(&mut dram, engine, number, BYTES)));
+    assert_eq!(kept(&dram, 0..200), [100, 101, 102]);
+}
+
+#[test]
 fn demoted_blocks_go_next_except_shared_ones() {
     let mut dram = tier(4);
     let engine = dram.enter_holder();
@@ -164,7 +178,7 @@ fn the_last_request_of_a_conversation_ends_its_hints() {
 enum Event {
     Save(usize, u64, u64),
     Hint { holder: usize, first: u64, count: u64, is_pinned: bool, ms: u64 },
-    Coming(usize, u64),
+    Coming(usize, u64, bool),
     Demote(usize, u64, u64),
     End(usize, u64, bool),
     Work(usize),
@@ -179,7 +193,8 @@ fn event() -> impl Strategy<Value = Event> {
         8 => (holder.clone(), number.clone(), 0..3u64).prop_map(|(holder, number, size)| Event::Save(holder, number, size)),
         6 => (holder.clone(), number.clone(), 1..12u64, any::<bool>(), 1..400u64)
             .prop_map(|(holder, first, count, is_pinned, ms)| Event::Hint { holder, first, count, is_pinned, ms }),
-        2 => (holder.clone(), number.clone()).prop_map(|(holder, number)| Event::Coming(holder, number)),
+        2 => (holder.clone(), number.clone(), any::<bool>())
+            .prop_map(|(holder, number, keeps)| Event::Coming(holder, number, keeps)),
         1 => (holder.clone(), number.clone(), 1..6u64).prop_map(|(holder, first, count)| Event::Demote(holder, first, count)),
         2 => (holder.clone(), number.clone(), any::<bool>()).prop_map(|(holder, first, last)| Event::End(holder, first, last)),
         2 => holder.clone().prop_map(Event::Work),
@@ -206,7 +221,10 @@ proptest! {
                     let found = dram.keep_chain(whose(engines[holder]), (7, &keys), (terms, now_ms), is_pinned, |_| false);
                     prop_assert_eq!(found.done + found.clipped + found.missing, count);
                 }
-                Event::Coming(holder, number) => {
+                Event::Coming(holder, number, false) => {
+                    dram.await_demotion(engines[holder], (7, &hashes(number..number + 1)), now_ms, |_| true);
+                }
+                Event::Coming(holder, number, true) => {
                     last_end = last_end.max(now_ms + 50);
                     let (keys, terms) = (hashes(number..number + 1), terms(true, now_ms + 50));
                     dram.keep_chain(whose(engines[holder]), (7, &keys), (terms, now_ms), true, |_| true);

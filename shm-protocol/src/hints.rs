@@ -158,6 +158,16 @@ impl Advice {
     }
 }
 
+// === impl Hint ===
+
+impl Hint {
+    /// Reads a hint written as a JSON object.
+    pub fn read_json(json: &str) -> Result<Self, HintError> {
+        let written = serde_json::from_str::<WrittenHint>(json).map_err(|error| HintError(error.to_string()));
+        written.and_then(|written| written.read_hint())
+    }
+}
+
 // === impl WrittenHint ===
 
 impl WrittenHint {

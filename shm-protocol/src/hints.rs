@@ -1,5 +1,5 @@
-//! Hints of clients: what is to become of a chain of blocks. The one home of their schema, which docs/hints.md
-//! publishes: the member `pillion` of `kv_transfer_params`, vLLM's `kv_hints`, and the requests of `pillion ctl`.
+//! Hints of clients for the blocks of a chain. This is the one home of their schema, published in docs/hints.md: of the
+//! member `pillion` of `kv_transfer_params`, of vLLM's `kv_hints`, and of the requests of `pillion ctl`.
 
 use serde::Deserialize;
 use serde_json::{Map, Value};
@@ -7,7 +7,7 @@ use thiserror::Error;
 
 /// The longest time of a hint.
 pub const SECONDS_MAX: u32 = 3600;
-/// The time of a hint that states none.
+/// The time of a hint without one.
 pub const SECONDS_DEFAULT: u32 = 300;
 /// The most hints of one request: one of each action.
 pub const HINTS_MAX: usize = HintAction::ALL.len();
@@ -18,7 +18,7 @@ const ENVELOPE_PREFIX: &str = "pillion.";
 const LAST: &str = "last";
 
 crate::named! {
-    /// What a hint asks for.
+    /// The action of a hint.
     #[derive(Ord, PartialOrd)]
     pub enum HintAction {
         /// The blocks go after all others of their engine.
@@ -68,9 +68,9 @@ pub enum Advice {
 /// One hint.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct Hint {
-    /// What to do.
+    /// The action and its time.
     pub advice: Advice,
-    /// The leading tokens that it is for; `None`: all.
+    /// The number of its leading tokens; `None`: all.
     pub tokens: Option<u32>,
 }
 
@@ -83,7 +83,7 @@ pub struct RequestHints {
     pub hints: Vec<Hint>,
 }
 
-/// Hints that break the schema, and what to change.
+/// The breach of the schema, and the remedy.
 #[derive(Clone, Debug, Error, Eq, PartialEq)]
 #[error("{0}")]
 pub struct HintError(String);
@@ -96,7 +96,7 @@ pub struct WrittenHint {
     pub action: String,
     /// For retain and pin.
     pub seconds: Option<u32>,
-    /// The leading tokens that it is for.
+    /// The number of its leading tokens.
     pub tokens: Option<u32>,
 }
 
@@ -120,8 +120,8 @@ fn refuse<T>(text: impl Into<String>) -> Result<T, HintError> {
 // === impl Advice ===
 
 impl Advice {
-    /// Makes the advice of an action; its time is [`SECONDS_DEFAULT`] if none is stated. Fails for a time that the
-    /// action does not have.
+    /// Makes the advice of an action; its time is [`SECONDS_DEFAULT`] if none is stated. Fails for a time outside of the
+    /// action's limits.
     pub fn new(action: HintAction, seconds: Option<u32>) -> Result<Self, HintError> {
         let (is_timed, stated) = (matches!(action, HintAction::Retain | HintAction::Pin), seconds);
         let seconds = seconds.unwrap_or(SECONDS_DEFAULT);
@@ -193,7 +193,7 @@ fn shorten_text(text: &str) -> String {
 
 impl RequestHints {
     /// Reads the member `pillion` of `kv_transfer_params`, as JSON. Members beside `last` and `hints` are of routers.
-    /// The word for the last request counts also if the hints are refused.
+    /// The last request counts also if the hints are refused.
     pub fn read_params(json: &str) -> (bool, Result<Self, HintError>) {
         let Ok(Value::Object(mut own)) = serde_json::from_str(json) else {
             return (false, refuse("pillion is no object: write {\"hints\": [{\"action\": \"retain\"}]}"));
@@ -207,7 +207,7 @@ impl RequestHints {
         (last, hints.and_then(|hints| Self { last, hints }.check_together()))
     }
 
-    /// Reads vLLM's `kv_hints`, as JSON. Actions whose types do not begin with `pillion.` are of others.
+    /// Reads vLLM's `kv_hints`, as JSON. Actions without `pillion.` before their types are of others.
     pub fn read_envelope(json: &str) -> Result<Self, HintError> {
         let envelope: Envelope = match serde_json::from_str(json) {
             Ok(envelope) => envelope,

@@ -198,7 +198,7 @@ macro_rules! messages {
                     keys: LogKeys = ASKED,
                 }
             }
-            /// Says what is to become of the blocks of keys, by a hint of a client. Answered in the completion table. Since
+            /// Passes a client's hint for the blocks of keys on. Answered in the completion table. Since
             /// [`crate::handshake::Welcome::hints`].
             19 Advise "ADVISE" {
                 of Advise {
@@ -206,7 +206,7 @@ macro_rules! messages {
                     op: u64 = OP,
                     /// The keys.
                     keys: LogKeys = ASKED,
-                    /// What to do.
+                    /// The action and its time.
                     advice: Advice = ADVICE,
                     /// No request has this log: its CLOSE counts as no use.
                     alone: bool = flag_bit::<ADVISE_ALONE, 1>(),

@@ -60,10 +60,9 @@ pub enum CtlRequest {
         /// The prompt's token ids. Without any, they are read from standard input.
         tokens: Vec<u32>,
     },
-    /// Say what is to become of a prompt's blocks: retain or pin them for a time, demote them, or prefetch them from disks
-    /// and peers.
+    /// Retain or pin a prompt's blocks for a time, demote them, or prefetch them from disks and peers.
     Hint {
-        /// Retain: they go after all others. Pin: they are not evicted. Demote: they go next. Prefetch: they come into memory.
+        /// The action; docs/hints.md has the effects.
         #[arg(value_name = "retain|pin|demote|prefetch")]
         action: String,
         /// The prompt's token ids. Without any, they are read from standard input.

@@ -6,36 +6,15 @@
 use shm_protocol::hints::{Advice, HintAction};
 use shm_protocol::key::BlockHash;
 use shm_protocol::message::{Outcome, Status};
-use tiers::dram::{HintTerms, HintedCounts, HolderId};
+use tiers::dram::{HintTerms, HintedCounts};
 
 use super::Base;
 use super::namespaces::Binding;
-use super::score::{ScoredKeys, find_binding};
 
 /// A hint brings blocks within 1 of so many parts of the room for arrivals: the others are for queries.
 const PARTS: u64 = 2;
 
-/// Blocks of hints by action, and there done, clipped and missing.
-#[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
-pub struct HintStats([HintedCounts; HintAction::ALL.len()]);
-
-// === impl HintStats ===
-
-impl HintStats {
-    /// Returns the counts of each action.
-    pub fn by_action(&self) -> impl Iterator<Item = (HintAction, HintedCounts)> + '_ {
-        HintAction::ALL.into_iter().zip(self.0)
-    }
-
-    fn count(&mut self, action: HintAction, found: HintedCounts) {
-        let counts = &mut self.0[action as usize];
-        counts.done += found.done;
-        counts.clipped += found.clipped;
-        counts.missing += found.missing;
-    }
-}
-
-/// Carries advice on a chain out. Of its blocks those `coming` from saves are kept once they are there.
+/// Carries advice on a chain out. Blocks `coming` from saves are kept once they are there.
 pub(super) fn advise_chain(
     advice: Advice,
     binding: &Binding,
@@ -58,26 +37,7 @@ pub(super) fn advise_chain(
     found
 }
 
-/// Carries an operator's advice out. Kept blocks count as of an engine of their own, also without any engine, so they stay
-/// when engines restart; fetched ones count for the engine that would get the prompt.
-pub(super) fn advise_operator(advice: Advice, chain: &ScoredKeys, base: &mut Base) -> HintedCounts {
-    let missing = HintedCounts { missing: chain.keys.len() as u64, ..HintedCounts::default() };
-    if base.cx.draining {
-        return missing;
-    }
-    let (engine, mut binding) = find_binding(chain, base);
-    match advice {
-        Advice::Prefetch if engine.is_none() => {
-            count_hint(advice, missing, base);
-            return missing;
-        }
-        Advice::Prefetch => {}
-        _ => binding.whose.holder = HolderId::NOBODY,
-    }
-    advise_chain(advice, &binding, &chain.keys, |_| false, base)
-}
-
-/// Notes a chain to be demoted at the end of its request: of its blocks those `coming` from saves once they are there.
+/// Notes a chain to be demoted at the end of its request, and blocks `coming` from saves as soon as they are there.
 pub(super) fn note_demotion(
     binding: &Binding,
     keys: &[BlockHash],
@@ -90,8 +50,9 @@ pub(super) fn note_demotion(
     found
 }
 
-fn count_hint(advice: Advice, found: HintedCounts, base: &mut Base) {
-    base.cx.stats.hints.count(advice.action(), found);
+/// Counts the blocks of a hint.
+pub(super) fn count_hint(advice: Advice, found: HintedCounts, base: &mut Base) {
+    base.cx.stats.hints.count_blocks(advice.action(), found);
     base.cx.apply_evictions();
 }
 

@@ -22,6 +22,7 @@ mod hints;
 mod inspection;
 mod inventory;
 mod namespaces;
+mod operator;
 mod peers;
 mod queries;
 mod quotas;
@@ -60,7 +61,6 @@ pub use self::event::{
     Action, CopyDirection, CoreEvent, FinishedRequest, JobEnd, MeshEvent, RankBlock, RingRequest, TierJob,
 };
 use self::handover::Produced;
-pub use self::hints::HintStats;
 pub use self::inspection::{Findings, InspectedBlocks, Inspection, InspectionResult, SearchedBlock};
 pub use self::inventory::{Eviction, KeptCounts, Location, Survey};
 use self::namespaces::Binding;
@@ -70,7 +70,7 @@ use self::quotas::CoreQuotas;
 pub use self::score::{PromptPlaces, PromptScore, ScoredKeys};
 use self::sources::Sources;
 pub use self::ssd::{SsdStats, disk_tier};
-pub use self::stats::CoreStats;
+pub use self::stats::{CoreStats, HintStats};
 use self::tier::Notice;
 pub use self::tier::{NewTier, TierStats};
 pub use self::timing::{Timed, TimedPart, Took};
@@ -511,7 +511,7 @@ impl Core {
         out: &mut Vec<Action>,
     ) -> HintedCounts {
         self.base.cx.set_now(now);
-        let found = hints::advise_operator(advice, chain, &mut self.base);
+        let found = operator::advise_operator(advice, chain, &mut self.base);
         out.append(&mut self.base.cx.actions);
         found
     }

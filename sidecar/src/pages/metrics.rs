@@ -226,14 +226,10 @@ const GAUGES: &[Figure<CoreStats>] = &[
     ("handover_kept_bytes", "Bytes kept for engines that have not loaded them yet.", |s| {
         s.handover_kept_bytes
     }),
-    (
-        "hint_retained_bytes",
-        "Bytes that hints of clients let go after all others, once for each engine.",
-        |s| s.retained_bytes,
-    ),
-    ("hint_pinned_bytes", "Bytes that hints of clients keep from eviction, once for each engine.", |s| {
-        s.pinned_bytes
+    ("hint_retained_bytes", "Bytes that hints let go after all others, once for each engine.", |s| {
+        s.retained_bytes
     }),
+    ("hint_pinned_bytes", "Bytes that hints keep from eviction, once for each engine.", |s| s.pinned_bytes),
     ("leases", "Queries whose blocks are held for a load.", |s| s.leases),
     (
         "barred_engines",

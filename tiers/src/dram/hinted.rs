@@ -3,10 +3,10 @@
 //!
 //! Such a block is held as by a lease of its holder. These hold at all times:
 //! - the blocks of one holder take at most half of its share: of the pool, or of the smaller quota of its namespace,
-//!   divided by the number of holders at work or with such blocks. Beyond it, blocks end early: retained ones first, and
-//!   of those the one that would end first;
+//!   divided by the number of holders at work or with such blocks. Beyond it, blocks end early: retained ones first, the
+//!   soonest end before all;
 //! - every block has an end;
-//! - a holder that is short of its share and finds no slot gets one of the others' blocks.
+//! - a holder short of its share without a free slot gets one of the others' blocks.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -24,9 +24,9 @@ const PART: u64 = 2;
 const BLOCKS_MAX: usize = 1 << 17;
 /// Most blocks awaited from saves: those of 16 steps of 4,096 blocks.
 const COMING_MAX: usize = 1 << 16;
-/// A save ends before that: it waits 30 s for its acceptance.
+/// The longest wait for a save: it waits 30 s for its acceptance.
 const COMING_MS: u64 = 40_000;
-/// Retained blocks that end together when a slot is wanted.
+/// Number of retained blocks to end together when a slot is wanted.
 const GIVEN_WAY: usize = 64;
 /// Stale entries left among the ends, beside one for each block.
 const STALE_MAX: usize = 1024;
@@ -39,7 +39,7 @@ pub struct HintTerms {
     pub is_pinned: bool,
 }
 
-/// The number of a chain's blocks by what a hint did to them.
+/// The number of a chain's blocks by the effect of a hint.
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
 pub struct HintedCounts {
     pub done: u64,
@@ -120,7 +120,7 @@ impl KeptUntil {
         removed
     }
 
-    /// Returns the block that ends first, the deepest of its chain, and its end.
+    /// Returns the block with the first end, the deepest of its chain, and the end.
     fn first_end(&mut self) -> Option<(u32, u64)> {
         loop {
             let mut first = self.ends.first_entry()?;
@@ -197,8 +197,8 @@ impl HintedBlocks {
 // === impl Dram: hints ===
 
 impl Dram {
-    /// Keeps a chain's blocks for a holder. Of blocks not in DRAM those that are `coming` from a save are kept once
-    /// they are. `is_run`: a block is of no use without those before it.
+    /// Keeps a chain's blocks for a holder, and blocks `coming` from saves as soon as they are there. `is_run`: a block is of
+    /// no use without those before it.
     pub fn keep_chain(
         &mut self,
         whose: BlockAccount,
@@ -231,8 +231,7 @@ impl Dram {
         counts
     }
 
-    /// Lets a chain's blocks go before all others, except those that other conversations use, and ends the holder's
-    /// hints for all of them.
+    /// Lets a chain's blocks go before all others, except shared ones, and ends the holder's hints for all of them.
     pub fn demote_chain(&mut self, holder: HolderId, namespace: u32, hashes: &[BlockHash]) -> HintedCounts {
         let mut chain = std::mem::take(&mut self.chain);
         chain.clear();
@@ -245,8 +244,8 @@ impl Dram {
         HintedCounts { done: done as u64, clipped: 0, missing: (hashes.len() - done) as u64 }
     }
 
-    /// Demotes a chain's blocks that are `coming` from saves as soon as they are there. Returns their number and that of the
-    /// blocks in DRAM, which stay as they are.
+    /// Demotes blocks of a chain `coming` from saves as soon as they are there. Counts these and the blocks in DRAM, left as
+    /// they are.
     pub fn await_demotion(
         &mut self,
         holder: HolderId,
@@ -298,7 +297,7 @@ impl Dram {
         }
     }
 
-    /// Ends hints whose time is over.
+    /// Ends hints at the end of their time.
     pub(super) fn expire_hints(&mut self, now_ms: u64) {
         let is_awaited = |coming: &ComingBlock| {
             coming.by_ms > now_ms && coming.terms.is_none_or(|terms| terms.until_ms > now_ms)
@@ -333,7 +332,7 @@ impl Dram {
         hints.fold((0, 0), |sum, hints| (sum.0 + hints.retained.bytes, sum.1 + hints.pinned.bytes))
     }
 
-    /// Ends blocks of holders above their limits, which sink as more holders have one.
+    /// Ends blocks of holders above their limits: these sink with the number of holders.
     pub(super) fn trim_hinted(&mut self) {
         for holder in self.hinted.holders.keys().copied().collect::<Vec<_>>() {
             let max = self.hinted_max(holder);
@@ -345,7 +344,7 @@ impl Dram {
         }
     }
 
-    /// Ends some retained blocks of these holders, so that one of them can go. Returns false if there is none.
+    /// Ends some retained blocks of these holders, so one of them can go. Returns false if there is none.
     pub(super) fn end_retained(&mut self, among: Among, losers: HolderSet) -> bool {
         let holders: Vec<HolderId> =
             self.hinted.holders.keys().copied().filter(|id| losers.has(*id)).collect();

@@ -26,9 +26,9 @@ pub enum Remark {
     },
     /// Hints of a client were refused. Said once a minute.
     HintsRefused {
-        /// The request, which goes on.
+        /// The request.
         request: RequestId,
-        /// What is wrong, and the remedy.
+        /// The fault, and the remedy.
         reason: String,
     },
     /// Loads of blocks have failed.

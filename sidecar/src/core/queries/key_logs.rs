@@ -49,7 +49,7 @@ pub(super) struct KeyLog {
     pub(super) asked_last: bool,
     /// `Some` while its questions may wait for a producer.
     pub(super) window: Option<Window>,
-    /// True once a hint named it as no request's.
+    /// True once a hint used it without a request.
     pub(super) is_alone: bool,
     /// The keys of blocks that go first once its request has ended, by a hint.
     pub(super) demoted: Option<Range<usize>>,

@@ -7,8 +7,8 @@ use tiers::dram::HintedCounts;
 use super::figures::{raise_counter, register_counters};
 use crate::core::HintStats;
 
-const HELP: &str = "Blocks that hints of clients named, by action and outcome. done: it was carried out, or will be once the \
-     block is saved; clipped: the engine's limit, half of its share, left the block out; missing: the block is nowhere.";
+const HELP: &str = "Blocks named by hints of clients, by action and outcome. done: also if the block is still being saved; \
+     clipped: the engine's limit left it out; missing: it is nowhere.";
 
 /// The counters of all actions.
 #[derive(Debug)]

@@ -72,6 +72,24 @@ typedef enum PillionStatus {
 } PillionStatus;
 
 /**
+ * The outcome of a hint.
+ */
+typedef enum PillionHintOutcome {
+  /**
+   * It was carried out for all blocks.
+   */
+  PILLION_HINT_OUTCOME_DONE = 0,
+  /**
+   * The engine's limit left some blocks out.
+   */
+  PILLION_HINT_OUTCOME_CLIPPED = 1,
+  /**
+   * Some blocks are nowhere, or there is no sidecar that knows hints.
+   */
+  PILLION_HINT_OUTCOME_MISSING = 2,
+} PillionHintOutcome;
+
+/**
  * Kinds of extra keys, in the order of a block's extra keys.
  */
 enum PillionExtraKind
@@ -1092,6 +1110,15 @@ enum PillionStatus pillion_engine_reserve(const struct PillionEngine *engine,
 enum PillionStatus pillion_engine_save(const struct PillionEngine *engine,
                                        uint64_t request,
                                        uint64_t *kept);
+
+/**
+ * Carries a hint out for the kept blocks of these tokens. `hint` is a JSON object as in docs/hints.md, such as
+ * {"action": "pin", "seconds": 600}. Fails if it breaks the schema. It is no use of the blocks.
+ */
+enum PillionStatus pillion_engine_hint(const struct PillionEngine *engine,
+                                       struct PillionItemsU32 tokens,
+                                       PillionText hint,
+                                       enum PillionHintOutcome *outcome);
 
 /**
  * Ends a request: its blocks are free, and its promise is over.

@@ -13,6 +13,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use shm_protocol::handshake::{BlockRegion, Copier, WorkerHello};
+use shm_protocol::hints::{Hint, HintEnd};
 use shm_protocol::key::{Algorithm, BlockHash, Chain, read_block_tokens};
 use shm_protocol::layout::{PROMISED_WAIT_MS_MAX, QUERY_WAIT_MS_MAX};
 use shm_protocol::namespace::Facts;
@@ -35,6 +36,8 @@ use crate::worker::{self, RankClient, RegionMemory};
 const JOIN_PATIENCE: Duration = Duration::from_secs(5);
 /// Longest wait for a hit's blocks from a disk or another pod; after it they count as a miss.
 const HIT_PATIENCE: Duration = Duration::from_millis(QUERY_WAIT_MS_MAX as u64 + 500);
+/// Longest wait for the outcome of a hint: a sidecar answers within milliseconds.
+const HINT_PATIENCE: Duration = Duration::from_secs(1);
 /// Longest wait for another engine's promise, even if the sidecar is frozen.
 const AWAITED_PATIENCE: Duration = Duration::from_millis(PROMISED_WAIT_MS_MAX as u64 + 4000);
 /// Longest wait for a save. Blocks are copied at some GB/s: a sidecar slower than this will not finish the
@@ -315,6 +318,21 @@ impl BlockingEngine {
     /// promise lasts until the request ends, 30 s at most, while this engine makes a call at least every 5 s.
     pub fn begin_promised(&mut self, tokens: &[u32]) -> RequestId {
         self.begin_loaded(tokens, Arrival { hands_over: true, ..Arrival::default() }, HIT_PATIENCE)
+    }
+
+    /// Carries a hint out for the kept blocks of these tokens: it is no use of them. Waits for the outcome; without a
+    /// sidecar that knows hints all blocks are missing.
+    pub fn hint_tokens(&mut self, tokens: &[u32], hint: Hint) -> HintEnd {
+        self.follow_binding();
+        let id = self.begin_request(tokens, Arrival::default());
+        let until = clock::read_clock() + HINT_PATIENCE;
+        let end = self.policy.hint_chain(id, hint, |policy| {
+            std::thread::sleep(TURN);
+            policy.session(0).end_step();
+            clock::read_clock() < until
+        });
+        self.end_request(id);
+        end
     }
 
     fn begin_loaded(&mut self, tokens: &[u32], arrival: Arrival, patience: Duration) -> RequestId {
@@ -644,6 +662,9 @@ fn word_remark(remark: Remark) -> Option<String> {
             Some(format!("{blocks} blocks could not be loaded, and are computed"))
         }
         Remark::Changed => Some("the engine is bound to another namespace: no KV of before is kept".into()),
-        Remark::Stalled { .. } | Remark::PassedOver { .. } | Remark::Unproven { .. } => None,
+        Remark::Stalled { .. }
+        | Remark::PassedOver { .. }
+        | Remark::Unproven { .. }
+        | Remark::HintsRefused { .. } => None,
     }
 }

@@ -216,6 +216,10 @@ impl Endpoint for Connection {
         self.welcome.devices
     }
 
+    fn knows_hints(&self) -> bool {
+        self.welcome.hints
+    }
+
     fn knows_acceptance(&self) -> bool {
         self.welcome.version >= ACCEPT_SINCE
     }

@@ -6,6 +6,7 @@ use std::ops::Range;
 use std::path::Path;
 
 use connector_shim::blocking::{BlockMemory, BlockingEngine, CheckRate, EngineSetup, ProofStart, RequestId};
+use shm_protocol::hints::{Advice, Hint, HintAction, HintEnd};
 
 use crate::memory::BlockFile;
 use crate::pages::{self, Axes, Element, Page};
@@ -121,6 +122,18 @@ impl Engine {
     /// dropped, 30 s at most, while the engine makes a call at least every 5 s. 64 promises of an engine count at once.
     pub fn promise(&self, tokens: &[u32]) -> EngineRequest<'_> {
         self.begin_request(|inner| inner.begin_promised(tokens))
+    }
+
+    /// Carries a hint out for the kept blocks of these tokens; it is no use of them. `seconds` is for retain and pin, by
+    /// default 300. Fails if the action does not have this time.
+    pub fn hint(
+        &self,
+        tokens: &[u32],
+        action: HintAction,
+        seconds: Option<u32>,
+    ) -> Result<HintEnd, EngineError> {
+        let hint = Hint { advice: Advice::new(action, seconds)?, tokens: None };
+        Ok(self.inner.borrow_mut().hint_tokens(tokens, hint))
     }
 
     fn begin_request(&self, begin: impl FnOnce(&mut BlockingEngine) -> RequestId) -> EngineRequest<'_> {

@@ -3,6 +3,7 @@
 use std::io;
 
 use connector_shim::error::ShimError;
+use shm_protocol::hints::HintError;
 use shm_protocol::page_form::PageFormError;
 use thiserror::Error;
 
@@ -37,6 +38,9 @@ pub enum EngineError {
     /// The engine's arguments are wrong, there is no room, the sidecar refuses the engine, or its proof has failed.
     #[error(transparent)]
     Engine(#[from] ShimError),
+    /// A hint's action does not have this time.
+    #[error(transparent)]
+    Hint(#[from] HintError),
     /// K or V does not fit the pages.
     #[error("{0}")]
     Shape(String),

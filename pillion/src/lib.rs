@@ -62,6 +62,7 @@ mod memory;
 mod namespace;
 pub mod pages;
 
+pub use shm_protocol::hints::{HintAction, HintEnd};
 pub use shm_protocol::namespace::Facts;
 
 pub use self::control::ControlAddress;

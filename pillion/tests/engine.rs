@@ -4,7 +4,9 @@ mod keeper;
 
 use std::time::Duration;
 
-use pillion::{ControlAddress, Engine, EngineError, Facts, JoinOptions, LayerKv, Namespace};
+use pillion::{
+    ControlAddress, Engine, EngineError, Facts, HintAction, HintEnd, JoinOptions, LayerKv, Namespace,
+};
 
 use self::keeper::Keeper;
 
@@ -90,6 +92,22 @@ fn kv_saved_by_one_engine_is_loaded_by_another() {
     assert_eq!(second.kept(&prompt(1)), FULL * BLOCK);
     assert_eq!(answer(&second, &prompt(1), 0.0), (0, FULL * BLOCK));
     assert_eq!(second.kept(&prompt(2)), 0);
+}
+
+#[test]
+fn hints_for_kept_blocks_say_how_they_ended() {
+    let keeper = Keeper::start();
+    let engine = own(&keeper, "first");
+    assert_eq!(engine.hint(&prompt(1), HintAction::Pin, None).unwrap(), HintEnd::Missing);
+    answer(&engine, &prompt(1), 0.0);
+    for (action, seconds) in
+        [(HintAction::Pin, Some(60)), (HintAction::Retain, None), (HintAction::Demote, None)]
+    {
+        assert_eq!(engine.hint(&prompt(1), action, seconds).unwrap(), HintEnd::Done, "{action}");
+    }
+    let refused = engine.hint(&prompt(1), HintAction::Pin, Some(0)).unwrap_err();
+    assert_eq!(refused.to_string(), "pin for 0 seconds: pass 1 to 3600");
+    assert_eq!(engine.kept(&prompt(1)), FULL * BLOCK, "nothing has gone");
 }
 
 /// A prompt of whole blocks: the logits of its last token are computed.

@@ -133,6 +133,8 @@ class Policy:
     ) -> int:
         """Follows a request from now on, and returns its number. `reads`: it may be served from the cache. `awaits`: its tokens
         saved by another engine. `tokens`: all of its tokens, if its keys depend on nothing else."""
+    def follow_hints(self, id: int, params: str | None, envelope: str | None) -> None:
+        """The hints of a request's client, as JSON: the member `pillion` of its params, and vLLM's `kv_hints`."""
     def follow_media(self, id: int, media: list[tuple[str, int, int]]) -> None:
         """Outputs of encoders for a request: identifier, first token, tokens."""
     def progress(self, computed: list[tuple[int, int]]) -> None:
@@ -158,9 +160,9 @@ class Policy:
         """These blocks were not loaded."""
     def requests_failed(self, ids: list[int]) -> None:
         """The loads of these requests have failed as a whole."""
-    def end_request(self, id: int, last: bool, aborted: bool, reason: int, tokens: list[int]) -> tuple[int | None, list[int]]:
-        """Ends a request, the `last` of its conversation or not, `aborted` before it was computed or not. Returns the tokens of
-        its prompt kept for another engine, if one goes on, and blocks to hold."""
+    def end_request(self, id: int, aborted: bool, reason: int, tokens: list[int]) -> tuple[int | None, list[int]]:
+        """Ends a request, `aborted` before it was computed or not. Returns the tokens of its prompt kept for another engine, if
+        one goes on, and blocks to hold."""
     def held(self, blocks: list[int]) -> None:
         """The engine holds these blocks until `begin_step` or `release_held` gives them back."""
     def release_held(self) -> list[int]:
@@ -203,8 +205,10 @@ class Policy:
     def state(self) -> PolicyState: ...
     def take_unkept(self) -> tuple[int, int]:
         """Since the last call: passed-over steps, and unproven blocks."""
-    def take_notices(self) -> tuple[list[str], list[PolicyRemark], list[PolicyRecord]]:
-        """Messages for the log, remarks, and records of requests."""
+    def take_notices(
+        self,
+    ) -> tuple[list[str], list[PolicyRemark], list[PolicyRecord], list[tuple[int, list[tuple[str, str]]]]]:
+        """Messages for the log, remarks, records of requests, and ended requests with the outcomes of their hints."""
     def take_events(self, group: int) -> list[PolicyEvent]:
         """Changes of a group's blocks."""
     def lingers(self) -> bool:

@@ -6,6 +6,7 @@ blocks travel by their keys: this connector reads `do_remote_prefill` and the co
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 from pillion import vllm_compat
@@ -31,9 +32,13 @@ def count_awaited(request: Request, prompt: int) -> int:
     return min(saved, prompt) if type(saved) is int and saved > 0 else prompt
 
 
-def ends_conversation(request: Request) -> bool:
-    """True if the client says that no request follows this one in its conversation."""
-    return _own_params(request).get("last") is True
+def hints_of(request: Request) -> tuple[str | None, str | None]:
+    """The hints of the request's client as JSON: its params for Pillion, and vLLM's envelope. The policy refuses an empty text."""
+    own, envelope = vllm_compat.transfer_params(request).get("pillion"), vllm_compat.hint_envelope(request)
+    try:
+        return *(None if part is None else json.dumps(part) for part in (own, envelope)),
+    except (TypeError, ValueError, RecursionError):
+        return "", None
 
 
 def _own_params(request: Request) -> dict[str, Any]:

@@ -23,5 +23,5 @@ PolicyState = Literal["serving", "unbound", "unaccepted", "away"]
 # A remark: True if it is an error, its text, and the request named in place of `%s`, if one is.
 PolicyRemark = tuple[bool, str, int | None]
 # A record of a request: its number; its tokens, those of its prompt in vLLM's own cache and those of its hit; the last by the
-# place of the hit; its load; True if it was aborted; and seconds of each part.
-PolicyRecord = tuple[int, tuple[int, int, int], list[int], str, bool, list[float]]
+# place of the hit; its load; True if it was aborted; seconds of each part; and True if outcomes of its hints are to come.
+PolicyRecord = tuple[int, tuple[int, int, int], list[int], str, bool, list[float], bool]

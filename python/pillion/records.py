@@ -47,6 +47,9 @@ class Records:
     def __init__(self, config: Config, engine_id: str) -> None:
         self._kept: SimpleQueue[Kept | None] = SimpleQueue()
         self._ends: Counter[str] = Counter()
+        # Records of requests whose hints have no outcome yet, by number; and outcomes of hints, as action.outcome.
+        self._hinted: dict[int, Kept] = {}
+        self._hints: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._spans = _spans(config.record_otlp, engine_id) if config.record_otlp is not None else None
         self._thread: threading.Thread | None = None
@@ -57,13 +60,32 @@ class Records:
         if self._kept.qsize() >= QUEUE_MAX:
             self._note("dropped")
             return
-        _, (tokens, computed, hit), found, load, aborted, times = record
+        number, (tokens, computed, hit), found, load, aborted, times, hinted = record
         told = {"request": req_id, "tokens": tokens, "computed_tokens": computed, "hit_tokens": hit}
         told["found"] = {source: each for source, each in zip(SOURCES, found, strict=True) if each}
         told |= {"load": load, "end": "aborted" if aborted else "computed", "whole_ms": round(sum(times) * 1e3, 3)}
         told |= {f"{part}_ms": round(seconds * 1e3, 3) for part, seconds in zip(PARTS, times, strict=True)}
         ended_s = time.time()
-        self._kept.put(Kept(told, headers, ended_s - sum(times), ended_s))
+        kept = Kept(told, headers, ended_s - sum(times), ended_s)
+        if hinted and number not in self._hinted:
+            self._hinted[number] = kept
+        else:
+            self._put(kept)
+
+    def end_hints(self, number: int, ends: list[tuple[str, str]]) -> None:
+        """Notes the outcomes of an ended request's hints: its record has them."""
+        self._hints.update(f"{action}.{end}" for action, end in ends)
+        if kept := self._hinted.pop(number, None):
+            kept.told["hints"] = dict(ends)
+            self._put(kept)
+
+    def take_hints(self) -> dict[str, int]:
+        """Counts of outcomes of hints since the last call."""
+        taken, self._hints = dict(self._hints), Counter()
+        return taken
+
+    def _put(self, kept: Kept) -> None:
+        self._kept.put(kept)
         if self._thread is None:
             self._thread = threading.Thread(target=self._write, name="pillion-records", daemon=True)
             self._thread.start()

@@ -113,6 +113,9 @@ class Scheduler:
         )
         self._numbers[request.request_id] = number
         self._requests[number] = request
+        hints = handover.hints_of(request)
+        if hints != (None, None):
+            self._policy.follow_hints(number, *hints)
         return number
 
     def _now(self, request: Request) -> Numbers:
@@ -154,7 +157,7 @@ class Scheduler:
     def take_counts(self) -> Counts:
         """Counts since the last call."""
         hits, unkept = name_counts(SOURCES, self._policy.take_hit_tokens()), name_counts(UNKEPT, self._policy.take_unkept())
-        return {"hit_tokens": hits, "records": self._records.take_ends(), "unkept": unkept}
+        return {"hit_tokens": hits, "records": self._records.take_ends(), "unkept": unkept, "hints": self._records.take_hints()}
 
     def finished(self, request: Request) -> dict[str, Any] | None:
         """Ends a request. Returns the answer to its router, if another engine goes on with it."""
@@ -163,7 +166,7 @@ class Scheduler:
         if number is None:
             # It was aborted before it was scheduled.
             return None
-        kept, blocks = self._policy.end_request(number, handover.ends_conversation(request), *vllm_compat.answer_end(request))
+        kept, blocks = self._policy.end_request(number, *vllm_compat.answer_end(request))
         self._say()
         del self._requests[number]
         self._over[request.request_id] = (number, self._step)
@@ -329,8 +332,8 @@ class Scheduler:
         return [number for number in known if number is not None]
 
     def _say(self) -> None:
-        """Logs the policy's messages, and keeps its records."""
-        notices, remarks, records = self._policy.take_notices()
+        """Logs the policy's messages, and keeps its records with the outcomes of hints."""
+        notices, remarks, records, hints = self._policy.take_notices()
         for notice in (*notices, *self._adapters.take_notices()):
             logger.warning("pillion: %s", notice)
         for is_error, text, number in remarks:
@@ -340,6 +343,8 @@ class Scheduler:
         for record in records:
             request = self._requests[record[0]]
             self._records.keep(request.request_id, getattr(request, "trace_headers", None), record)
+        for number, ends in hints:
+            self._records.end_hints(number, ends)
 
     # --- vLLM's blocks ---
 

@@ -43,8 +43,8 @@ class Spans:
 
     def send(self, told: dict[str, Any], headers: Mapping[str, str] | None, begun_s: float, ended_s: float) -> bool:
         """True if the receiver has taken the record. A child of the span of the client's headers; seconds since 1970."""
-        flat = {name: value for name, value in told.items() if name not in ("request", "found")}
-        flat |= {f"found.{source}": tokens for source, tokens in told["found"].items()}
+        flat = {name: value for name, value in told.items() if not isinstance(value, dict) and name != "request"}
+        flat |= {f"{name}.{key}": each for name in ("found", "hints") for key, each in told.get(name, {}).items()}
         attributes = {"gen_ai.request.id": told["request"]} | {f"pillion.{name}": value for name, value in flat.items()}
         parent = TraceContextTextMapPropagator().extract(headers or {})
         self._exporter.taken = False

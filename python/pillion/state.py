@@ -1,6 +1,6 @@
 """An engine's state and counts in vLLM's own metrics: `vllm:pillion_engine_state`, `vllm:pillion_stays_out` with the reason,
-`vllm:pillion_hit_tokens_total`, `vllm:pillion_records_total`, `vllm:pillion_unaccepted_steps_total` and
-`vllm:pillion_unproven_blocks_total`.
+`vllm:pillion_hit_tokens_total`, `vllm:pillion_records_total`, `vllm:pillion_hints_total`, `vllm:pillion_unaccepted_steps_total`
+and `vllm:pillion_unproven_blocks_total`.
 
 vLLM asks the connector for statistics with every step, in the process of the scheduler. Its front end gets them as plain data
 and gives them to its own [PromMetrics][pillion.state.PromMetrics]. An idle engine reports nothing.
@@ -37,9 +37,12 @@ UNKEPT = {
     "unproven_blocks": "Blocks that vLLM's prefix cache gave to a request although no accepted step had filled them. Nothing "
     "computed from them is kept; reset vLLM's prefix cache, and use --scheduling-policy fcfs.",
 }
+# Outcomes of hints, by action; `hints` stands for refused ones.
+HINTS = [f"{action}.{end}" for action in ("retain", "pin", "demote", "prefetch") for end in ("done", "clipped", "missing")]
+HINTS.append("hints.refused")
 # Counts since the report before, by metric, and there by label or name.
 Counts = Mapping[str, Mapping[str, int]]
-NO_COUNTS: dict[str, Mapping[str, int]] = {"hit_tokens": {}, "records": {}, "unkept": {}}
+NO_COUNTS: dict[str, Mapping[str, int]] = {"hit_tokens": {}, "records": {}, "unkept": {}, "hints": {}}
 # Characters of a reason in a report.
 REASON_MAX = 200
 
@@ -121,6 +124,12 @@ class PromMetrics(KVConnectorPromMetrics):
             "set; refused: not sent, the engine's log says why; dropped: neither, because the receiver was too slow.",
             labelnames=[*labelnames, "end"],
         )
+        self._hints = self._counter_cls(
+            name="vllm:pillion_hints",
+            documentation="Hints of clients, by action and outcome. done: carried out; clipped: some blocks are beyond the engine's "
+            "limit; missing: some blocks are nowhere; refused: they break the schema, the engine's log says how.",
+            labelnames=[*labelnames, "action", "outcome"],
+        )
         self._unkept = {
             name: self._counter_cls(name=f"vllm:pillion_{name}", documentation=text, labelnames=labelnames)
             for name, text in UNKEPT.items()
@@ -132,6 +141,8 @@ class PromMetrics(KVConnectorPromMetrics):
                 self._hit_tokens.labels(*values, source)
             for end in RECORD_ENDS:
                 self._records.labels(*values, end)
+            for hint in HINTS:
+                self._hints.labels(*values, *hint.split("."))
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Shows a report."""
@@ -142,6 +153,8 @@ class PromMetrics(KVConnectorPromMetrics):
             self._hit_tokens.labels(*values, source).inc(tokens)
         for end, records in transfer_stats_data["records"].items():
             self._records.labels(*values, end).inc(records)
+        for hint, number in transfer_stats_data["hints"].items():
+            self._hints.labels(*values, *hint.split(".")).inc(number)
         for name, number in transfer_stats_data["unkept"].items():
             self._unkept[name].labels(*values).inc(number)
         if transfer_stats_data["reason"]:

@@ -578,6 +578,15 @@ def transfer_params(request: Any) -> dict[str, Any]:
     return params if isinstance(params, dict) else {}
 
 
+def hint_envelope(request: Any) -> Any:
+    """vLLM's hints for the request, as lists and dictionaries; None without any, as in releases before 0.32."""
+    if (envelope := getattr(request, "kv_hints", None)) is None:
+        return None
+    import msgspec
+
+    return msgspec.to_builtins(envelope)
+
+
 def token_count(request: Any) -> int:
     """Tokens of a request's prompt and of its answer so far."""
     return int(request.num_tokens)

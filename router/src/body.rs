@@ -85,6 +85,22 @@ impl Fields {
         self.0.insert(name.to_owned(), object.payload().joined());
     }
 
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Sets a field as it is written in another object; without it nothing changes.
+    pub(super) fn copy_field(&mut self, name: &str, from: &Self) {
+        if let Some(value) = from.0.get(name) {
+            self.0.insert(name.to_owned(), value.clone());
+        }
+    }
+
+    /// Removes a field, and returns its JSON.
+    pub(super) fn take(&mut self, name: &str) -> Option<Bytes> {
+        self.0.remove(name)
+    }
+
     /// Removes a field; returns true where there was one.
     pub(super) fn remove(&mut self, name: &str) -> bool {
         self.0.remove(name).is_some()

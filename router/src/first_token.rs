@@ -16,8 +16,8 @@ use super::requests;
 use super::usage::Usage;
 
 /// Fields of a request that let a second engine go on as the first would: each token depends on the tokens
-/// before it alone, also those of the prompt.
-const FREE: [&str; 10] = [
+/// before it alone, also those of the prompt. A client's hints change no token.
+const FREE: [&str; 11] = [
     "model",
     "prompt",
     "max_tokens",
@@ -28,6 +28,7 @@ const FREE: [&str; 10] = [
     "min_p",
     "repetition_penalty",
     "ignore_eos",
+    requests::PARAMS,
 ];
 /// The keys of the first event, and of its one choice, in the answer of an engine after one token.
 const EVENT: [&str; 5] = ["id", "object", "created", "model", "choices"];

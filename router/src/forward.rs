@@ -165,7 +165,7 @@ impl RouteRequest {
         Self { method: Method::POST, body, ..Self::page(path, headers) }
     }
 
-    /// Reads the body, and removes the client's own parameters for connectors. Fails with the text for the
+    /// Reads the body, and removes the client's own parameters for connectors but for its hints. Fails with the text for the
     /// client.
     pub(super) fn parse_body(mut self, body: Bytes) -> Result<Parsed, String> {
         let api = self.api();
@@ -175,7 +175,7 @@ impl RouteRequest {
             return Ok((self, None));
         };
         let no_json = |error| format!("an object of the body is no JSON: {error}");
-        let spoken = requests::remove_params(&mut fields).map_err(no_json)?;
+        let spoken = requests::reduce_params(&mut fields).map_err(no_json)?;
         let Some(api) = api else {
             self.body = if spoken { fields.payload() } else { body.into() };
             return Ok((self, None));

@@ -1,13 +1,19 @@
 //! The requests to a prefill engine and a decode engine, made from a client's request. No I/O.
 
+use hyper::body::Bytes;
 use serde::Serialize;
 use serde_json::{Value, json};
 
 use super::api::Api;
 use super::body::Fields;
 
-/// The field for vLLM's connectors. The router drops a client's own, because it could let a request wait.
+/// The field for vLLM's connectors. The router drops a client's own, because it could let a request wait, but for [`PASSED`].
 pub(super) const PARAMS: &str = "kv_transfer_params";
+/// The member of [`PARAMS`] for Pillion, and its fields by which a client hints at the fate of its blocks.
+const OWN: &str = "pillion";
+const PASSED: [&str; 2] = ["last", "hints"];
+/// A longer value is dropped: hints have some 200 bytes.
+const PASSED_BYTES_MAX: usize = 4096;
 /// The object with sampling parameters in the generate API.
 const SAMPLING: &str = "sampling_params";
 /// vLLM looks for [`PARAMS`] in these objects of a request: itself, and the two sources of a sampling's extra arguments.
@@ -46,7 +52,7 @@ pub(super) fn make_prefill(api: Api, request: &Fields) -> serde_json::Result<Fie
             made.set_field("background", false);
         }
     }
-    made.set_field(PARAMS, make_prefill_params());
+    set_params(&mut made, make_prefill_params());
     Ok(made)
 }
 
@@ -61,8 +67,22 @@ pub(super) fn make_prefill_params() -> Value {
 /// Returns the request for the decode engine, with the prefill engine's parameters, or with expected ones.
 pub(super) fn make_decode(request: &Fields, params: impl Serialize) -> Fields {
     let mut made = request.clone();
-    made.set_field(PARAMS, params);
+    set_params(&mut made, params);
     made
+}
+
+/// Sets the params for an engine, and keeps the client's hints in them: both engines of a prompt have blocks of its
+/// conversation, perhaps at two sidecars.
+fn set_params(request: &mut Fields, params: impl Serialize) {
+    let object = |fields: &Fields, name| fields.object(name).ok().flatten();
+    let hints = object(request, PARAMS).and_then(|params| object(&params, OWN));
+    request.set_field(PARAMS, params);
+    if let (Some(hints), Some(mut params)) = (hints, object(request, PARAMS)) {
+        let mut own = object(&params, OWN).unwrap_or_default();
+        PASSED.iter().for_each(|name| own.copy_field(name, &hints));
+        params.set_object(OWN, &own);
+        request.set_object(PARAMS, &params);
+    }
 }
 
 /// Returns `kv_transfer_params` for the decode engine of a prompt under way. The prefill engine saves `tokens` of the prompt, or all.
@@ -77,20 +97,43 @@ pub(super) fn make_params(tokens: Option<usize>) -> Value {
     params
 }
 
-/// Removes a client's own [`PARAMS`], and returns true if there were any. Fails if one of [`PLACES`] is no JSON: engines accept
-/// other texts, too.
-pub(super) fn remove_params(request: &mut Fields) -> serde_json::Result<bool> {
-    PLACES.iter().try_fold(false, |found, place| Ok(remove_at(request, place)? || found))
+/// Removes a client's own [`PARAMS`] but for its hints, and returns true if there were any. Fails if one of [`PLACES`] is no
+/// JSON: engines accept other texts, too.
+pub(super) fn reduce_params(request: &mut Fields) -> serde_json::Result<bool> {
+    let (mut has_params, mut hints) = (false, None);
+    for place in PLACES {
+        let Some(params) = take_at(request, place)? else { continue };
+        has_params = true;
+        hints = hints.or_else(|| read_hints(&params));
+    }
+    if let Some(hints) = hints {
+        let mut params = Fields::default();
+        params.set_object(OWN, &hints);
+        request.set_object(PARAMS, &params);
+    }
+    Ok(has_params)
 }
 
-fn remove_at(fields: &mut Fields, place: &[&str]) -> serde_json::Result<bool> {
-    let Some((name, place)) = place.split_first() else { return Ok(fields.remove(PARAMS)) };
-    let Some(mut object) = fields.object(name)? else { return Ok(false) };
-    let is_removed = remove_at(&mut object, place)?;
-    if is_removed {
+fn take_at(fields: &mut Fields, place: &[&str]) -> serde_json::Result<Option<Bytes>> {
+    let Some((name, place)) = place.split_first() else { return Ok(fields.take(PARAMS)) };
+    let Some(mut object) = fields.object(name)? else { return Ok(None) };
+    let taken = take_at(&mut object, place)?;
+    if taken.is_some() {
         fields.set_object(name, &object);
     }
-    Ok(is_removed)
+    Ok(taken)
+}
+
+/// The fields of a client's params that pass on; `None` without any.
+fn read_hints(params: &Bytes) -> Option<Fields> {
+    let own = Fields::parse_object(params).ok()?.object(OWN).ok()??;
+    let mut hints = Fields::default();
+    for name in PASSED {
+        if own.get(name).is_some_and(|value| value.len() <= PASSED_BYTES_MAX) {
+            hints.copy_field(name, &own);
+        }
+    }
+    (!hints.is_empty()).then_some(hints)
 }
 
 #[cfg(test)]
@@ -109,7 +152,7 @@ mod tests {
     fn what_a_client_says_to_connectors_is_found_wherever_vllm_looks() {
         let said = |place: Value| {
             let mut request = fields(&place);
-            (remove_params(&mut request).expect("JSON"), value(&request))
+            (reduce_params(&mut request).expect("JSON"), value(&request))
         };
         let params = || json!({ "do_remote_prefill": true });
         assert_eq!(said(json!({ "n": 1, PARAMS: params() })), (true, json!({ "n": 1 })));
@@ -121,6 +164,40 @@ mod tests {
             assert_eq!(said(inner(json!({ "a": 1, PARAMS: params() }))), (true, inner(json!({ "a": 1 }))));
             assert_eq!(said(inner(json!({ "a": 1 }))), (false, inner(json!({ "a": 1 }))));
             assert_eq!(said(json!({ outer: [1], PARAMS: 1 })), (true, json!({ outer: [1] })));
+        }
+    }
+
+    #[test]
+    fn hints_pass_alone_and_go_to_both_engines() {
+        let hints = json!([{ "action": "pin", "seconds": 60 }]);
+        let own = json!({ "last": true, "hints": hints.clone(), "tokens": 9 });
+        let said = json!({ "do_remote_prefill": true, "remote_host": "evil", OWN: own });
+        for place in [json!({ PARAMS: said }), json!({ "vllm_xargs": { PARAMS: said } })] {
+            let mut request = fields(&place);
+            assert!(reduce_params(&mut request).expect("JSON"));
+            let passed = json!({ "last": true, "hints": hints.clone() });
+            assert_eq!(value(&request)[PARAMS], json!({ OWN: passed.clone() }), "alone");
+            let prefill = value(&make_prefill(Api::Completions, &request).expect("JSON"));
+            assert_eq!(
+                (&prefill[PARAMS]["do_remote_decode"], &prefill[PARAMS][OWN]),
+                (&json!(true), &passed)
+            );
+            let answered = json!({ "do_remote_prefill": true, OWN: { "tokens": 1760 } });
+            let decode = value(&make_decode(&request, answered));
+            let both = json!({ "tokens": 1760, "last": true, "hints": hints.clone() });
+            assert_eq!(decode[PARAMS], json!({ "do_remote_prefill": true, OWN: both }));
+            assert_eq!(value(&make_decode(&request, make_params(None)))[PARAMS][OWN], passed);
+        }
+    }
+
+    #[test]
+    fn nothing_but_hints_passes() {
+        let long = "x".repeat(PASSED_BYTES_MAX);
+        for own in [json!({ "tokens": 7 }), json!({ "hints": long }), json!([1]), json!(null), json!("last")]
+        {
+            let mut request = fields(&json!({ "n": 1, PARAMS: { OWN: own, "last": true } }));
+            assert!(reduce_params(&mut request).expect("JSON"));
+            assert_eq!(value(&request), json!({ "n": 1 }), "{own}");
         }
     }
 

@@ -6,12 +6,13 @@
 //! [`message`]) and requests ([`request`]), and the gates by which an engine takes loads back ([`gate`]);
 //! block keys and namespaces ([`key`], [`namespace`]) with the digest of weight files ([`weight_files`]) and
 //! the inside of pages ([`page_form`]); the layout of the DRAM pool ([`pool`]), the bytes of its blocks
-//! ([`blocks`]), the tier of a hit ([`source`]), and the announcements of kept blocks ([`announcement`]).
+//! ([`blocks`]), the tier of a hit ([`source`]), the announcements of kept blocks ([`announcement`]), and the schema
+//! of clients' hints ([`hints`]).
 //!
 //! Beside these, for every crate: enums with a name for each variant ([`names`]), and random numbers
 //! ([`random`]).
 //!
-//! May depend on: ciborium, sha2, twox-hash, hex, serde, rustix, libc. Never: decides anything, starts a
+//! May depend on: ciborium, sha2, twox-hash, hex, serde, serde_json, rustix, libc. Never: decides anything, starts a
 //! thread, reads the environment, reads a peer's value again after checking it, or, outside of [`blocks`],
 //! keeps a reference to plain memory writable by a peer.
 
@@ -24,6 +25,7 @@ pub mod announcement;
 pub mod blocks;
 pub mod gate;
 pub mod handshake;
+pub mod hints;
 pub mod key;
 pub mod layout;
 pub mod message;

@@ -78,12 +78,15 @@ Status "status" {
     /// A query: `value` is the number of hits, but some of their blocks are still on their way
     /// ([`QUERY_ARRIVING`]).
     9 Arriving "ARRIVING",
-    /// A load: a block on its way has not come. No block was or will be written.
+    /// A load: a block on its way has not come. No block was or will be written. An ADVISE: some blocks are nowhere;
+    /// `value` is the number of the others.
     10 Absent "ABSENT",
     /// A query: this engine's computed KV differs from the KV of its namespace, so it gets no hits there.
     11 Barred "BARRED",
     /// The end of a load at a rank: its plan is of another namespace than the rank's blocks.
     12 Mismatch "MISMATCH",
+    /// An ADVISE: the engine's limit left some blocks out. `value` is the number of the others.
+    13 Clipped "CLIPPED",
 }
 }
 
@@ -112,6 +115,8 @@ pub const LOAD_EARLY: u8 = 4;
 pub const SAVE_CHECKED: u8 = 1;
 /// `flags` of SAVE: another engine will load these blocks. Only with [`crate::handshake::Welcome::handover`].
 pub const SAVE_HANDOVER: u8 = 2;
+/// `flags` of ADVISE: no request has its log.
+pub const ADVISE_ALONE: u8 = 1;
 /// `flags` of LOAD: its query was answered with [`Status::Arriving`], so some blocks may still be on their
 /// way.
 pub const LOAD_ARRIVING: u8 = 8;

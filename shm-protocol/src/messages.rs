@@ -198,6 +198,20 @@ macro_rules! messages {
                     keys: LogKeys = ASKED,
                 }
             }
+            /// Passes a client's hint for the blocks of keys on. Answered in the completion table. Since
+            /// [`crate::handshake::Welcome::hints`].
+            19 Advise "ADVISE" {
+                of Advise {
+                    /// The operation.
+                    op: u64 = OP,
+                    /// The keys.
+                    keys: LogKeys = ASKED,
+                    /// The action and its time.
+                    advice: Advice = ADVICE,
+                    /// No request has this log: its CLOSE counts as no use.
+                    alone: bool = flag_bit::<ADVISE_ALONE, 1>(),
+                }
+            }
         }
     };
 }

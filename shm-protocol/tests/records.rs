@@ -138,12 +138,12 @@ fn hellos() -> impl Strategy<Value = (Hello, usize)> {
 
 fn replies() -> impl Strategy<Value = Reply> {
     let numbers = (any::<u64>(), any::<u64>(), any::<u64>(), any::<u64>(), any::<u64>());
-    let welcome = (numbers, "[0-9a-f]{32}", prop::option::of(".{0,200}"), any::<[bool; 4]>()).prop_map(
+    let welcome = (numbers, "[0-9a-f]{32}", prop::option::of(".{0,200}"), any::<[bool; 5]>()).prop_map(
         |(
             (epoch, session, lease_ttl_ms, pool_bytes, segment_bytes),
             ns,
             note,
-            [handover, tails, states, devices],
+            [handover, tails, states, devices, hints],
         )| {
             let version = PROTOCOL_VERSION;
             Reply::Welcome(Welcome {
@@ -160,6 +160,7 @@ fn replies() -> impl Strategy<Value = Reply> {
                 tails,
                 states,
                 devices,
+                hints,
             })
         },
     );
@@ -229,10 +230,10 @@ fn every_kind_and_status_has_its_own_number() {
         assert_eq!(status as usize, index + 1);
         assert_eq!(Status::try_from(status as u8), Ok(status));
     }
-    for unknown in [0, 19, 255] {
+    for unknown in [0, 20, 255] {
         assert!(Kind::try_from(unknown).is_err());
     }
-    for unknown in [0, 13, 255] {
+    for unknown in [0, 14, 255] {
         assert!(Status::try_from(unknown).is_err());
     }
 }

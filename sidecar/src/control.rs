@@ -5,6 +5,7 @@
 //! One thread serves all. It gets the data thread's answers through the bounded [`Inbox`], and the peers'
 //! answers through the mesh, and waits for each for a limited time.
 
+mod hint;
 pub mod inbox;
 mod namespaces;
 mod refusals;
@@ -52,7 +53,7 @@ use crate::system::clock::Clock;
 const CONNECTIONS_MAX: usize = 16;
 /// The same at the address of routers, which keep theirs.
 const ROUTERS_MAX: usize = 64;
-/// Scores read and answered at once. Each takes 7 MiB with its tokens and keys.
+/// Scores and hints read and answered at once. Each takes 7 MiB with its tokens and keys.
 const SCORES_MAX: usize = 8;
 /// Limit for the request line and headers, which usually come in one packet.
 const HEADER_TIME_MAX: Duration = Duration::from_secs(5);
@@ -65,6 +66,8 @@ const BODY_BYTES_MAX: usize = 512 << 10;
 const SCORE_BYTES_MAX: usize = 4 << 20;
 /// The path of scores.
 const SCORE_PATH: &str = "/score";
+/// The path of hints.
+const HINT_PATH: &str = "/hint";
 /// Age of a connection that ends with its next answer, so clients that keep theirs are not cut off.
 const CONNECTION_AGE_MAX: Duration = Duration::from_secs(60);
 /// Limit of a connection: more than the longest answer takes.
@@ -325,9 +328,9 @@ impl Handler {
 
     async fn read_and_answer(&self, request: Request<Incoming>) -> Result<Response<String>, ControlRefusal> {
         let (head, body) = request.into_parts();
-        let is_score = head.uri.path() == SCORE_PATH;
-        let most = if is_score { SCORE_BYTES_MAX } else { BODY_BYTES_MAX };
-        let _turn = if is_score { Some(self.scores.acquire().await.expect("never closed")) } else { None };
+        let has_prompt = [SCORE_PATH, HINT_PATH].contains(&head.uri.path());
+        let most = if has_prompt { SCORE_BYTES_MAX } else { BODY_BYTES_MAX };
+        let _turn = if has_prompt { Some(self.scores.acquire().await.expect("never closed")) } else { None };
         let body = Limited::new(body, most).collect();
         let body = match tokio::time::timeout(BODY_TIME_MAX, body).await {
             Ok(Ok(body)) => body.to_bytes(),

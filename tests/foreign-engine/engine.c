@@ -416,6 +416,11 @@ static void copy(char **arguments) {
     compute(to, request, tokens, &target, &source);
     check(pillion_engine_save(to, request, &kept), "save");
     check(pillion_engine_end(to, request), "end");
+    PillionHintOutcome outcome;
+    check(pillion_engine_hint(to, tokens, "{\"action\": \"pin\", \"seconds\": 60}", &outcome), "hint");
+    if (kept && outcome != PILLION_HINT_OUTCOME_DONE) die("hint", "the kept blocks are there");
+    if (pillion_engine_hint(to, tokens, "{\"action\": \"keep\"}", &outcome) != PILLION_STATUS_ARGUMENT)
+        die("hint", "there is no such action");
     printf("proven %d\nkept %llu\n", proof.proven, (unsigned long long)kept);
     pillion_engine_free(to);
 }

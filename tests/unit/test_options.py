@@ -28,17 +28,17 @@ def options(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         ),
         (
             {"values": ["x|y"], "value_needed": False, "help": "One\nof | two."},
-            "- **`--a-b[=x|y]`, `P_A_B`, `mesh.b`** (default: off)<br>\n  One of | two.",
+            "- **`--a-b[=x|y]`, `P_A_B`, `mesh.b`**<br>\n  One of | two.",
         ),
         ({"help": "It (required)", "key": None}, "- **`--a-b SIZE`, `P_A_B`** (required)<br>\n  It."),
         ({"help": "It", "default": "z", "variable": None, "key": None}, "- **`--a-b SIZE`** (default: z)<br>\n  It."),
         (
             {"help": "Files", "flag": None, "values": ["A", "B"], "variable": None, "key": None},
-            "- **`A B`** (default: none)<br>\n  Files.",
+            "- **`A B`**<br>\n  Files.",
         ),
         (
             {"help": "Disk", "flag": "ssd", "variable": None, "key": None},
-            "- **`--ssd SIZE`** (default: none)<br>\n  Disk. [More](configuration.md#disks).",
+            "- **`--ssd SIZE`**<br>\n  Disk. [More](configuration.md#disks).",
         ),
     ],
 )

@@ -30,7 +30,7 @@ ANSWERS: dict[str, Any] = {
     "release_held": [],
     "take_events": [],
     "take_hit_tokens": (0,) * len(SOURCES),
-    "take_notices": ([], [], []),
+    "take_notices": ([], [], [], []),
     "take_unkept": (0, 0),
 }
 

@@ -90,15 +90,21 @@ def test_who_goes_on_with_a_prompt_has_one_token_to_compute(engine: Any, saved: 
 
 
 @pytest.mark.parametrize(
-    ("own", "last"),
-    [({"last": True}, True), ({"last": "yes"}, False), ({"last": 1}, False), ({}, False), (True, False), (None, False)],
+    ("own", "json"),
+    [({"last": True}, '{"last": true}'), ({"hints": [{"action": "pin"}]}, '{"hints": [{"action": "pin"}]}'), ({1, 2}, "")],
 )
-def test_a_client_tells_the_last_request_of_its_conversation(engine: Any, own: Any, last: bool) -> None:
-    """With these very words alone."""
-    role, policy = engine
-    request, *_ = _followed(engine, {"pillion": own})
-    played.finish(role, request)
-    assert [told[1] for told in policy.told("end_request")] == [last]
+def test_a_client_s_hints_go_to_the_policy_as_they_are(engine: Any, own: Any, json: str) -> None:
+    """A value without a form in JSON is an empty text: the policy refuses it."""
+    _, policy = engine
+    _followed(engine, {"pillion": own})
+    assert [told[1:] for told in policy.told("follow_hints")] == [(json, None)]
+
+
+def test_a_request_without_hints_costs_no_call(engine: Any) -> None:
+    """Also with routers' params."""
+    _, policy = engine
+    _followed(engine, AWAITS)
+    assert not policy.told("follow_hints")
 
 
 def test_without_a_tail_a_hit_ends_on_a_block_s_boundary(engine: Any) -> None:

@@ -86,10 +86,12 @@ def counted(*counts: dict[str, int]) -> dict[str, dict[str, int]]:
 
 def test_the_later_state_counts_and_what_both_counted() -> None:
     """As where vLLM puts several reports together."""
-    both = EngineState.of("away", "", counted({"host": 1, "disk": 2}, {"written": 1}, {"unaccepted_steps": 1}))
-    both.aggregate(EngineState.of("serving", "", counted({"host": 4}, {"written": 2, "refused": 1}, {"unproven_blocks": 7})))
+    both = EngineState.of("away", "", counted({"host": 1, "disk": 2}, {"written": 1}, {"unaccepted_steps": 1}, {"pin.done": 1}))
+    later = counted({"host": 4}, {"written": 2, "refused": 1}, {"unproven_blocks": 7}, {"pin.done": 2})
+    both.aggregate(EngineState.of("serving", "", later))
     both.aggregate(EngineState(data={}))
-    counts = counted({"host": 5, "disk": 2}, {"written": 3, "refused": 1}, {"unaccepted_steps": 1, "unproven_blocks": 7})
+    unkept = {"unaccepted_steps": 1, "unproven_blocks": 7}
+    counts = counted({"host": 5, "disk": 2}, {"written": 3, "refused": 1}, unkept, {"pin.done": 3})
     assert both.to_dict() == {"state": "serving", "reason": ""} | counts and not both.is_empty()
     both.reset()
     assert both.is_empty()
@@ -113,8 +115,19 @@ def test_what_becomes_of_records_is_counted(played: Played) -> None:
         return REGISTRY.get_sample_value("vllm:pillion_records_total", {**LABELS, "end": end})
 
     assert played.step() and [shown(end) for end in RECORD_ENDS] == [0, 0, 0]
-    played.connector._scheduler._records = SimpleNamespace(take_ends=lambda: {"refused": 2})
+    played.connector._scheduler._records = SimpleNamespace(take_ends=lambda: {"refused": 2}, take_hints=dict)
     assert played.step() and [shown(end) for end in RECORD_ENDS] == [0, 2, 0]
+
+
+def test_outcomes_of_hints_are_counted(played: Played) -> None:
+    """By action; refused ones have none."""
+
+    def shown(action: str, outcome: str) -> float | None:
+        return REGISTRY.get_sample_value("vllm:pillion_hints_total", {**LABELS, "action": action, "outcome": outcome})
+
+    assert played.step() and shown("pin", "clipped") == shown("hints", "refused") == 0
+    played.connector._scheduler._records.end_hints(7, [("pin", "clipped"), ("hints", "refused")])
+    assert played.step() and shown("pin", "clipped") == shown("hints", "refused") == 1
 
 
 def test_ranks_report_nothing(played: Played) -> None:

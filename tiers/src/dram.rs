@@ -7,6 +7,7 @@
 
 mod adoption;
 mod below;
+mod hinted;
 mod holders;
 mod holds;
 mod leases;
@@ -28,6 +29,8 @@ pub use self::adoption::HOLD_MS;
 use self::adoption::Hold;
 use self::below::Below;
 pub use self::below::{Judge, Leaving, Standing};
+use self::hinted::HintedBlocks;
+pub use self::hinted::{HintTerms, HintedCounts};
 pub use self::holders::BlockAccount;
 pub use self::on_device::EndedChain;
 pub use self::quotas::QuotaStats;
@@ -101,6 +104,9 @@ pub struct DramStats {
     pub unverified_blocks: u64,
     /// Slots of earlier lives without a whole block.
     pub adoption_dropped_total: u64,
+    /// Bytes of blocks kept by hints, once for each holder.
+    pub retained_bytes: u64,
+    pub pinned_bytes: u64,
 }
 
 #[derive(Debug)]
@@ -123,6 +129,7 @@ pub struct Dram {
     chain: Vec<u32>,
     watch: ChangeWatch,
     below: Below,
+    hinted: HintedBlocks,
     stats: DramStats,
 }
 
@@ -191,6 +198,7 @@ impl Dram {
             chain: Vec::new(),
             watch: ChangeWatch::default(),
             below: Below::default(),
+            hinted: HintedBlocks::default(),
             stats: DramStats { segments: count, ..DramStats::default() },
         })
     }
@@ -213,7 +221,8 @@ impl Dram {
 
     /// Returns the figures as of now.
     pub fn stats(&self) -> DramStats {
-        DramStats { leases: self.leases.len() as u64, ..self.stats }
+        let (retained_bytes, pinned_bytes) = self.hinted_bytes();
+        DramStats { leases: self.leases.len() as u64, retained_bytes, pinned_bytes, ..self.stats }
     }
 }
 
@@ -332,11 +341,12 @@ impl Dram {
 
     /// Puts the slot of an entry outside of the index into the free list.
     fn free(&mut self, id: u32, bytes: u64) {
-        let standing = self.slab.entries.get(id).standing;
+        let SlotEntry { standing, .. } = *self.slab.entries.get(id);
+        let place = self.slab.entries.get(id).list_place();
         self.slab.entries.get_mut(id).set_state(SlotState::Free);
         self.slab.move_to(id, ListPlace::Free);
         if let Some(parent) = self.slab.part(id) {
-            self.policy.lost_children(&mut self.slab, parent, standing);
+            self.policy.lost_children(&mut self.slab, parent, standing, place);
         }
         self.discharge(id, bytes);
         self.slab.segments[self.slab.entries.segment(id)].used -= 1;
@@ -402,6 +412,7 @@ impl Dram {
         self.stats.blocks += 1;
         let print = self.print(id);
         self.policy.admit_block(&mut self.slab, id, print, parent);
+        self.keep_awaited(id, &self.slab.entries.get(id).block_key());
         for child in self.orphans.remove(&print.bits()).into_iter().flatten() {
             let child = self.slab.find_slot(child).filter(|id| self.slab.entries.get(*id).is_committed());
             child.into_iter().for_each(|child| self.slab.adopt_child(id, child));

@@ -40,8 +40,8 @@ pub(crate) enum ListPlace {
     Free,
     /// The policy's list of its sort.
     Kept,
-    /// The policy's list of blocks that their holder's device has, too.
-    OnDevice,
+    /// The policy's list of blocks that go first: their holder's device has them, too, or a hint said so.
+    FirstOut,
 }
 
 #[repr(C, align(64))]
@@ -62,10 +62,10 @@ pub(crate) struct SlotEntry {
 
 const _: () = assert!(size_of::<SlotEntry>() == 64);
 
-/// The place of the list of blocks on their holder's device, behind the sorts.
-pub(crate) const ON_DEVICE: usize = SORTS;
+/// The place of the list of blocks that go first, behind the sorts.
+pub(crate) const FIRST_OUT: usize = SORTS;
 
-/// The policy's lists of one holder: one for each sort, and that of blocks on its device.
+/// The policy's lists of one holder: one for each sort, and that of blocks that go first.
 pub(crate) type Sorts = [List; SORTS + 1];
 
 /// The policy's lists, by holder.
@@ -156,7 +156,7 @@ impl SlotEntry {
     pub(crate) fn policy_list(&self) -> Option<usize> {
         match self.list_place() {
             ListPlace::Kept => Some(self.standing.sort().index()),
-            ListPlace::OnDevice => Some(ON_DEVICE),
+            ListPlace::FirstOut => Some(FIRST_OUT),
             ListPlace::Free | ListPlace::Detached => None,
         }
     }
@@ -261,7 +261,7 @@ impl PolicyLists {
         entry.policy_list().map(|list| self.holder_list(entry.claims.holder(), list))
     }
 
-    /// Returns a list of a holder: that of a sort, or [`ON_DEVICE`].
+    /// Returns a list of a holder: that of a sort, or [`FIRST_OUT`].
     pub(crate) fn holder_list(&mut self, holder: HolderId, list: usize) -> &mut List {
         if self.0.len() <= holder.index() {
             self.0.resize_with(holder.index() + 1, Sorts::default);

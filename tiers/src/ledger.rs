@@ -180,10 +180,17 @@ impl Ledger {
         self.holders[id.index()].is_here
     }
 
-    /// Notes that a holder was at work.
-    pub(crate) fn work(&mut self, id: HolderId, now_ms: u64) {
+    /// Notes that a holder was at work. Returns true if it was not before.
+    pub(crate) fn work(&mut self, id: HolderId, now_ms: u64) -> bool {
         self.now_ms = self.now_ms.max(now_ms);
+        let begins = !self.works(id);
         self.holders[id.index()].busy_until_ms = now_ms.saturating_add(WORK_MS);
+        begins
+    }
+
+    /// True if a holder is at work.
+    pub(crate) fn works(&self, id: HolderId) -> bool {
+        self.is_at_work(&self.holders[id.index()])
     }
 
     /// Returns every holder that ever was, and nobody.

@@ -13,7 +13,8 @@
 //! last lease or hold ends: it is never evicted, and is met at most once per lease or hold.
 //!
 //! A block that its holder's own device has, too, keeps its standing and lies in a list of its own: such blocks go
-//! before all others, the oldest first. Before the device reuses the block, it returns to the list of its sort.
+//! before all others, the oldest first. Before the device reuses the block, it returns to the list of its sort. A
+//! block demoted by a hint lies in that list until its next use.
 
 mod ends;
 mod ghost;
@@ -25,7 +26,7 @@ use self::ends::TurnEnds;
 use self::ghost::Ghost;
 use self::kinds::Kinds;
 use self::odds::Odds;
-use crate::entries::{ListPlace, ON_DEVICE, SlotEntry};
+use crate::entries::{FIRST_OUT, ListPlace, SlotEntry};
 use crate::index::KeyPrint;
 use crate::ledger::{HolderId, HolderSet};
 use crate::list::Spot;
@@ -183,12 +184,17 @@ impl Policy {
     /// Puts a block, about to leave its holder's device, into the list of its sort.
     pub(crate) fn leave_device(&self, slab: &mut Slab, entry: u32) {
         let SlotEntry { standing, .. } = *slab.entries.get(entry);
-        if slab.entries.get(entry).list_place() == ListPlace::OnDevice {
+        if slab.entries.get(entry).list_place() == ListPlace::FirstOut {
             slab.keep(entry, standing, Spot::Head);
         }
     }
 
-    /// Does the same for all blocks of a holder without its device.
+    /// Lets blocks of a chain, the deepest first, go before all others. They keep their standings.
+    pub(crate) fn demote(&self, slab: &mut Slab, entries: &[u32]) {
+        slab.raise(entries, |entry| (entry.standing.leave_dram(), ListPlace::FirstOut));
+    }
+
+    /// Returns all of a holder's blocks that go first to the lists of their sorts.
     pub(crate) fn lose_device(&self, slab: &mut Slab, holder: HolderId) {
         for class in 0..slab.classes.len() {
             while let Some(entry) = slab.device_tail(class, holder) {
@@ -220,13 +226,14 @@ impl Policy {
         self.ghost.remember(print, slots);
     }
 
-    /// Records that the last child of a block went, with this standing.
-    pub(crate) fn lost_children(&self, slab: &mut Slab, parent: u32, standing: Standing) {
+    /// Records that the last child of a block went, with this standing from this place.
+    pub(crate) fn lost_children(&self, slab: &mut Slab, parent: u32, standing: Standing, place: ListPlace) {
         let entry = slab.entries.get_mut(parent);
         if entry.standing.sort() != Sort::PARENT {
             return;
         }
         match entry.list_place() {
+            ListPlace::Kept if place == ListPlace::FirstOut => slab.go_first(parent, standing.leave_dram()),
             ListPlace::Kept => slab.keep(parent, standing.leave_dram(), Spot::Tail),
             _ => entry.standing = standing.leave_dram(),
         }
@@ -272,7 +279,7 @@ impl Policy {
             at += 1;
             let sort = entry.standing.sort().after_end(turn.sort, at > shared);
             let is_on_device = turn.device == Some(entry.claims.holder());
-            let place = if is_on_device { ListPlace::OnDevice } else { ListPlace::Kept };
+            let place = if is_on_device { ListPlace::FirstOut } else { ListPlace::Kept };
             (Standing::new(sort, self.clock.tick), place)
         });
         if turn.last {
@@ -295,7 +302,7 @@ impl Policy {
     pub(crate) fn next(&self, slab: &mut Slab, among: Among, losers: HolderSet) -> Option<u32> {
         let holders = slab.queues(among).holders().filter(|id| losers.has(*id));
         loop {
-            for list in 0..=ON_DEVICE {
+            for list in 0..=FIRST_OUT {
                 holders.clone().for_each(|holder| detach_pinned(slab, among, holder, list));
             }
             let queues = slab.queues(among);
@@ -323,7 +330,7 @@ impl Policy {
             let entry = slab.entries.get(id);
             let candidate =
                 EvictionCandidate { generation: entry.generation, ..self.candidate(id, entry.standing) };
-            if entry.list_place() == ListPlace::OnDevice {
+            if entry.list_place() == ListPlace::FirstOut {
                 on_device = on_device.filter(|other| other.age >= candidate.age).or(Some(candidate));
                 continue;
             }
@@ -365,7 +372,7 @@ impl EvictionCandidate {
 
 /// The lists with blocks that may go, in the order of their look-ups.
 fn lists_that_go() -> impl Iterator<Item = usize> + Clone {
-    (0..SORTS_THAT_GO).rev().chain([ON_DEVICE])
+    (0..SORTS_THAT_GO).rev().chain([FIRST_OUT])
 }
 
 /// Lets pinned blocks at the tail of a holder's list leave it.

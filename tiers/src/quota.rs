@@ -84,6 +84,11 @@ impl PoolQuotas {
         &self.get(quota).queues
     }
 
+    /// True if a slot's block is charged to a quota.
+    pub(crate) fn is_member(&self, id: u32, quota: QuotaId) -> bool {
+        self.members.get(id).quota == quota.0
+    }
+
     /// Charges a block of no queue to a quota.
     pub(crate) fn charge(&mut self, id: u32, quota: QuotaId, holder: HolderId, bytes: u64) {
         self.members.get_mut(id).quota = quota.0;

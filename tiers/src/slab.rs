@@ -7,7 +7,7 @@ use std::collections::{HashMap, VecDeque};
 
 use shm_protocol::pool::{self, Geometry, SlotRef};
 
-use crate::entries::{Entries, ListPlace, ON_DEVICE, PolicyLists, SlotEntry, SlotState, Tables};
+use crate::entries::{Entries, FIRST_OUT, ListPlace, PolicyLists, SlotEntry, SlotState, Tables};
 use crate::index::Index;
 use crate::ledger::HolderId;
 use crate::list::{List, Spot};
@@ -137,11 +137,11 @@ impl Slab {
         }
     }
 
-    /// Returns the oldest block of a holder that its device has, too.
+    /// Returns the oldest of a holder's blocks that go first.
     pub(crate) fn device_tail(&self, class: usize, holder: HolderId) -> Option<u32> {
         let queues = &self.classes[class].queues;
         let has_lists = queues.holders().any(|id| id == holder);
-        has_lists.then(|| queues.holder_lists(holder)[ON_DEVICE].tail()).flatten()
+        has_lists.then(|| queues.holder_lists(holder)[FIRST_OUT].tail()).flatten()
     }
 
     /// Returns the entry before another in a list of the policy.
@@ -316,6 +316,11 @@ impl Slab {
     /// that sort.
     pub(crate) fn keep(&mut self, id: u32, standing: Standing, spot: Spot) {
         self.put(id, standing, ListPlace::Kept, spot);
+    }
+
+    /// Moves an entry from its list to the end of the list of blocks that go first.
+    pub(crate) fn go_first(&mut self, id: u32, standing: Standing) {
+        self.put(id, standing, ListPlace::FirstOut, Spot::Tail);
     }
 
     fn put(&mut self, id: u32, standing: Standing, place: ListPlace, spot: Spot) {

@@ -60,6 +60,23 @@ pub enum CtlRequest {
         /// The prompt's token ids. Without any, they are read from standard input.
         tokens: Vec<u32>,
     },
+    /// Retain or pin a prompt's blocks for a time, demote them, or prefetch them from disks and peers.
+    Hint {
+        /// The action; docs/hints.md has the effects.
+        #[arg(value_name = "retain|pin|demote|prefetch")]
+        action: String,
+        /// The prompt's token ids. Without any, they are read from standard input.
+        tokens: Vec<u32>,
+        /// Seconds for retain and pin, 1 to 3,600 [default: 300]
+        #[arg(long)]
+        seconds: Option<u32>,
+        /// The namespace, 32 hex digits; by default that of the connected engines.
+        #[arg(long)]
+        namespace: Option<String>,
+        /// Block hashes in hex, as pillion keys prints them, in place of tokens.
+        #[arg(long, value_name = "KEY", num_args = 1.., conflicts_with = "tokens")]
+        keys: Vec<String>,
+    },
     /// Remove the blocks of a namespace from memory and disks.
     Evict {
         /// The namespace, 32 hex digits.
@@ -92,6 +109,17 @@ pub fn ask_sidecar(options: &CtlOptions) -> Result<String, CtlError> {
             let tokens =
                 if tokens.is_empty() { read_words(std::io::stdin().lock())? } else { tokens.clone() };
             post("/score", &json!({ "namespace": namespace, "tokens": tokens }))
+        }
+        CtlRequest::Hint { action, tokens, seconds, namespace, keys } => {
+            let mut body = json!({ "action": action, "seconds": seconds, "namespace": namespace });
+            if keys.is_empty() {
+                let tokens =
+                    if tokens.is_empty() { read_words(std::io::stdin().lock())? } else { tokens.clone() };
+                body["tokens"] = tokens.into();
+            } else {
+                body["keys"] = keys.clone().into();
+            }
+            post("/hint", &body)
         }
         CtlRequest::Evict { namespace } => post("/evict", &json!({ "namespace": namespace })),
         CtlRequest::LogLevel { level: None } => send_request(&target, "GET", "/log-level", ""),

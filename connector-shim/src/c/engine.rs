@@ -3,6 +3,8 @@
 use std::ffi::c_char;
 use std::mem::MaybeUninit;
 
+use shm_protocol::hints::{Hint, HintEnd};
+
 use super::error::{CallFailure, Status, require_pointer, run_call};
 use super::handle::{GuardedHandle, HandleNotices, end_handle, put_result};
 use super::raw::{Items, Text};
@@ -70,6 +72,18 @@ pub struct ProofBegin {
     pub proven: bool,
     /// The request of the tokens to compute; 0: there is none, as the first block is not kept.
     pub request: u64,
+}
+
+/// The outcome of a hint.
+#[repr(C)]
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub enum HintOutcome {
+    /// It was carried out for all blocks.
+    Done = 0,
+    /// The engine's limit left some blocks out.
+    Clipped = 1,
+    /// Some blocks are nowhere, or there is no sidecar that knows hints.
+    Missing = 2,
 }
 
 // === exported ===
@@ -182,6 +196,27 @@ pub extern "C" fn pillion_engine_save(
             kept.write(saved);
         }
         Ok(())
+    })
+}
+
+/// Carries a hint out for the kept blocks of these tokens. `hint` is a JSON object as in docs/hints.md, such as
+/// {"action": "pin", "seconds": 600}. Fails if it breaks the schema. It is no use of the blocks.
+#[unsafe(no_mangle)]
+pub extern "C" fn pillion_engine_hint(
+    engine: Option<&Engine>,
+    tokens: Items<u32>,
+    hint: Text,
+    outcome: Option<&mut MaybeUninit<HintOutcome>>,
+) -> Status {
+    call(engine, |state| {
+        let hint =
+            Hint::read_json(hint.get("hint")?).map_err(|error| CallFailure::argument(error.to_string()))?;
+        let tokens = tokens.get("tokens")?;
+        put_result("outcome", outcome, || match state.engine.hint_tokens(tokens, hint) {
+            HintEnd::Done => HintOutcome::Done,
+            HintEnd::Clipped => HintOutcome::Clipped,
+            HintEnd::Missing | HintEnd::Refused => HintOutcome::Missing,
+        })
     })
 }
 

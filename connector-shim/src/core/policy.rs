@@ -11,6 +11,7 @@ mod checks;
 mod device;
 mod events;
 mod held;
+mod hints;
 pub mod host;
 pub mod kinds;
 mod loading;
@@ -29,6 +30,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use shm_protocol::key::{Algorithm, BlockHash, Chain};
+use shm_protocol::message::WAY_LAST;
 use shm_protocol::source::Source;
 
 use self::checks::Check;
@@ -37,6 +39,8 @@ use self::device::CachedBlocks;
 use self::events::BlockEvents;
 pub use self::events::{EventChange, KNOWN, KvEvent};
 use self::held::HeldBlocks;
+pub use self::hints::HintEnds;
+use self::hints::PolicyHints;
 use self::host::SessionHost;
 use self::kinds::{GroupKind, GroupSet, Points};
 pub use self::matching::FoundTokens;
@@ -101,6 +105,7 @@ pub struct EnginePolicy<H> {
     /// True while an update of the weights goes on: KV computed meanwhile belongs to no namespace.
     pub updating: bool,
     hit_tokens: [u64; Source::ALL.len()],
+    hints: PolicyHints,
     remarks: Vec<Remark>,
     said_unproven: bool,
     /// Time at which the engine began to schedule the step.
@@ -157,6 +162,7 @@ impl<H: SessionHost> EnginePolicy<H> {
             weights: 0,
             updating: false,
             hit_tokens: [0; Source::ALL.len()],
+            hints: PolicyHints::default(),
             remarks: Vec::new(),
             said_unproven: false,
             time,
@@ -300,8 +306,9 @@ impl<H: SessionHost> EnginePolicy<H> {
     }
 
     /// Ends a request; its saves go on, its blocks may be reused. `way`: the code of its answer's end
-    /// ([`way_of_end`]), or [`WAY_LAST`](shm_protocol::message::WAY_LAST); 0: not known.
+    /// ([`way_of_end`]); 0: not known.
     pub fn end_request(&mut self, id: RequestId, way: u32) -> EndedRequest {
+        let way = if self.end_hints(id) { WAY_LAST } else { way };
         self.pacing.forget_request(id);
         self.check.forsake(id);
         let lead = self.set.reported_group();
@@ -494,6 +501,7 @@ impl<H: SessionHost> EnginePolicy<H> {
         saves[0] |= self.leave_device(named);
         step.asks = self.proof.waits() || !self.open_loads.is_empty();
         self.pacing.end_step(computes == 0);
+        self.look_at_hints();
         for ((group, part), saves) in self.groups.iter_mut().zip(&mut step.parts).zip(saves) {
             group.session.end_step();
             if let Some(events) = &mut group.events {

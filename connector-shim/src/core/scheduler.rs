@@ -2,6 +2,7 @@
 //!
 //! Every call answers at once. Without a sidecar every answer is "miss" and every save is dropped.
 
+mod advice;
 mod announced;
 mod handover;
 mod link;

@@ -10,12 +10,12 @@ use std::time::{Duration, Instant};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyBytes, PyList};
+use shm_protocol::hints::RequestHints;
 use shm_protocol::key::{Algorithm, BlockHash};
-use shm_protocol::message::WAY_LAST;
 use shm_protocol::source::Source;
 
 use super::options::config_error;
-use super::remarks::{self, Loss, PyRecord, PyRemark};
+use super::remarks::{self, Loss, PyHintEnds, PyRecord, PyRemark};
 use super::{GuardedSession, SchedulerSession, SessionOwner, UNDIGESTED, bytes16, some16};
 use crate::clock;
 use crate::core::aside::Aside;
@@ -258,6 +258,18 @@ impl PyPolicy {
         })
     }
 
+    /// The hints of a request: the member `pillion` of its `kv_transfer_params`, and its `kv_hints`, both as JSON.
+    #[pyo3(signature = (id, params, envelope))]
+    fn follow_hints(&self, id: RequestId, params: Option<&str>, envelope: Option<&str>) -> PyResult<()> {
+        let (last, own) =
+            params.map_or_else(|| (false, Ok(RequestHints::default())), RequestHints::read_params);
+        let read = own.and_then(|own| match envelope {
+            Some(envelope) => own.join_hints(RequestHints::read_envelope(envelope)?),
+            None => Ok(own),
+        });
+        self.with(|rules| rules.follow_hints(id, last, read, clock::read_clock()))
+    }
+
     fn follow_media(&self, id: RequestId, media: Vec<(String, u32, u32)>) -> PyResult<()> {
         let media =
             media.into_iter().map(|(identifier, offset, length)| Media { identifier, offset, length });
@@ -365,14 +377,12 @@ impl PyPolicy {
     fn end_request(
         &self,
         id: RequestId,
-        last: bool,
         aborted: bool,
         reason: u32,
         tokens: Vec<u32>,
     ) -> PyResult<(Option<u32>, Vec<u32>)> {
         self.recorded(|records| records.finished(id, aborted, clock::read_clock()));
-        let way = if last { WAY_LAST } else { way_of_end(reason, &tokens) };
-        let ended = self.with(|rules| rules.end_request(id, way))?;
+        let ended = self.with(|rules| rules.end_request(id, way_of_end(reason, &tokens)))?;
         Ok((ended.handed_over, ended.hold))
     }
 
@@ -491,20 +501,26 @@ impl PyPolicy {
         Ok((unkept.unaccepted_steps, unkept.unproven_blocks))
     }
 
-    /// The sessions' notices, the policy's remarks, and records.
+    /// The sessions' notices, the policy's remarks, records, and outcomes of hints.
     #[allow(clippy::type_complexity, reason = "_shim.pyi declares this type")]
-    fn take_notices(&self) -> PyResult<(Vec<String>, Vec<PyRemark>, Vec<PyRecord>)> {
-        let (notices, remarks) = self.with(|rules| {
+    fn take_notices(&self) -> PyResult<(Vec<String>, Vec<PyRemark>, Vec<PyRecord>, Vec<PyHintEnds>)> {
+        let (notices, remarks, hints) = self.with(|rules| {
             let groups = 0..rules.groups();
             let notices = groups.flat_map(|group| rules.session(group).take_notices());
             let said = std::mem::take(&mut *self.said.lock().unwrap_or_else(PoisonError::into_inner));
-            (said.into_iter().chain(notices).collect(), rules.take_remarks())
+            let notices = said.into_iter().chain(notices).collect();
+            (notices, rules.take_remarks(), rules.take_hint_ends())
         })?;
         let error = self.aside().take_error().map(|text| (true, text, None));
         let remarks = remarks.into_iter().filter_map(|remark| remarks::word_remark(remark, self.loss));
         let remarks = remarks.chain(error).collect();
         let kept = self.recorded(RequestRecords::take_kept).unwrap_or_default();
-        Ok((notices, remarks, kept.into_iter().map(remarks::list_record).collect()))
+        let records = kept.into_iter().map(|record| {
+            let hinted = self.with(|rules| rules.has_hints(record.request))?;
+            Ok(remarks::list_record(record, hinted))
+        });
+        let records = records.collect::<PyResult<_>>()?;
+        Ok((notices, remarks, records, hints.into_iter().map(remarks::name_hints).collect()))
     }
 
     fn take_events<'py>(&self, py: Python<'py>, group: usize) -> PyResult<Vec<PyEvent<'py>>> {

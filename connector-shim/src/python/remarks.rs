@@ -1,16 +1,26 @@
 //! The policy's remarks and records as vLLM's users read them: the event, and the remedy.
 
+use shm_protocol::hints::{HintAction, HintEnd};
 use shm_protocol::source::Source;
 
-use crate::core::policy::{Remark, RequestId};
+use crate::core::policy::{HintEnds, Remark, RequestId};
 use crate::core::records::{RequestRecord, WaitPart};
 
 /// Whether it is an error; its text; and the request named in place of `%s`, if one is.
 pub(super) type PyRemark = (bool, String, Option<RequestId>);
 /// The request; its tokens, those of its prompt in vLLM's own cache, and those of its hit; the same by place; its load; whether it was aborted;
-/// and seconds of each part.
-pub(super) type PyRecord =
-    (RequestId, (u32, u32, u32), [u32; Source::ALL.len()], &'static str, bool, [f64; WaitPart::ALL.len()]);
+/// seconds of each part; and whether outcomes of its hints are to come.
+pub(super) type PyRecord = (
+    RequestId,
+    (u32, u32, u32),
+    [u32; Source::ALL.len()],
+    &'static str,
+    bool,
+    [f64; WaitPart::ALL.len()],
+    bool,
+);
+/// A request, and its hints with their outcomes, by name.
+pub(super) type PyHintEnds = (RequestId, Vec<(&'static str, &'static str)>);
 
 /// The fate of a request with a failed load.
 #[derive(Copy, Clone, Debug)]
@@ -60,6 +70,14 @@ pub(super) fn word_remark(remark: Remark, loss: Loss) -> Option<PyRemark> {
             );
             (false, text, Some(request))
         }
+        Remark::HintsRefused { request, reason } => {
+            let text = format!(
+                "hints of request %s have no effect: {}. The request goes on. Such a line is logged once a minute; \
+                 vllm:pillion_hints_total counts all",
+                reason.replace('%', "%%")
+            );
+            (false, text, Some(request))
+        }
         Remark::Changed => {
             let text = "the weights of the ranks have changed without a visible call, so blocks from before are not kept. Reset \
                         vLLM's prefix cache whenever you change weights";
@@ -76,8 +94,23 @@ pub(super) fn word_remark(remark: Remark, loss: Loss) -> Option<PyRemark> {
     })
 }
 
+/// Outcomes of hints by name.
+pub(super) fn name_hints((request, ends): HintEnds) -> PyHintEnds {
+    let named =
+        |(action, end): (Option<HintAction>, HintEnd)| (action.map_or("hints", HintAction::name), end.name());
+    (request, ends.into_iter().map(named).collect())
+}
+
 /// A record's numbers.
-pub(super) fn list_record(record: RequestRecord) -> PyRecord {
+pub(super) fn list_record(record: RequestRecord, hinted: bool) -> PyRecord {
     let RequestRecord { request, tokens, computed, hit, found, load, aborted, times, .. } = record;
-    (request, (tokens, computed, hit), found, load.name(), aborted, times.map(|time| time.as_secs_f64()))
+    (
+        request,
+        (tokens, computed, hit),
+        found,
+        load.name(),
+        aborted,
+        times.map(|time| time.as_secs_f64()),
+        hinted,
+    )
 }

@@ -121,6 +121,7 @@ impl Peer {
             tails: self.tails,
             states: self.states,
             devices: true,
+            hints: true,
             ..welcome(self.epoch)
         };
         std::thread::spawn(move || {
@@ -198,6 +199,7 @@ pub(crate) fn welcome(epoch: u64) -> Welcome {
         tails: true,
         states: true,
         devices: true,
+        hints: true,
     }
 }
 

@@ -9,6 +9,7 @@ mod events;
 mod handover;
 mod harness;
 mod held;
+mod hints;
 mod pacing;
 mod scheduler_role;
 mod sets;

@@ -14,11 +14,12 @@ use connector_shim::core::policy::PolicyWait;
 use connector_shim::core::scheduler::{AskedQuery, BlockChange, EngineSession, SessionConfig};
 use shm_protocol::PROTOCOL_VERSION;
 use shm_protocol::announcement::{Announcement, Located};
+use shm_protocol::hints::Advice;
 use shm_protocol::key::BlockHash;
 use shm_protocol::layout::{LOGS, header};
 use shm_protocol::message::{Outcome, Saved, Status};
 use shm_protocol::prefill::PrefillRate;
-use shm_protocol::request::{Append, Load, LogKeys, Query, Save, SchedulerRequest};
+use shm_protocol::request::{Advise, Append, Load, LogKeys, Query, Save, SchedulerRequest};
 use shm_protocol::ring::{Consumer, Producer};
 use shm_protocol::session::{Bound, RegionRing, Ring, SessionMemory};
 use shm_protocol::source::Source;
@@ -32,6 +33,7 @@ pub(crate) const ELSEWHERE: u64 = 8;
 pub(crate) struct Wire {
     memory: SessionMemory,
     tails: Cell<bool>,
+    hints: Cell<bool>,
 }
 
 /// A key log, in the order of opening.
@@ -102,6 +104,10 @@ pub(crate) struct Sidecar {
     /// Steps with a wait for a log's blocks: the log, and the longest permitted wait.
     pub(crate) lingered: Vec<(usize, Duration)>,
     pub(crate) hints: Vec<(usize, u32, u32)>,
+    /// Advice on logs: the log, the number of its first keys, and whether the log is of no request.
+    pub(crate) advised: Vec<(usize, u32, Advice, bool)>,
+    /// The outcome of all advice; none: there is no answer.
+    pub(crate) advice: Option<Status>,
     pub(crate) released: Vec<usize>,
     pub(crate) loads: Vec<Loading>,
     pub(crate) saves: Saves,
@@ -130,7 +136,7 @@ pub(crate) struct Host {
 impl Wire {
     fn new() -> Self {
         let (_, memory) = SessionMemory::create(PROTOCOL_VERSION, 1, 1).unwrap();
-        Self { memory, tails: Cell::new(true) }
+        Self { memory, tails: Cell::new(true), hints: Cell::new(true) }
     }
 }
 
@@ -161,6 +167,10 @@ impl Endpoint for Wire {
 
     fn knows_devices(&self) -> bool {
         true
+    }
+
+    fn knows_hints(&self) -> bool {
+        self.hints.get()
     }
 
     fn knows_acceptance(&self) -> bool {
@@ -282,6 +292,8 @@ impl Sidecar {
             left: Vec::new(),
             questions: Vec::new(),
             lingered: Vec::new(),
+            advised: Vec::new(),
+            advice: Some(Status::Ok),
             hints: Vec::new(),
             released: Vec::new(),
             loads: Vec::new(),
@@ -325,6 +337,11 @@ impl Sidecar {
     /// How fast the engine says that it computes prompts.
     pub(crate) fn prefill(&self) -> Option<PrefillRate> {
         PrefillRate::from_word(self.wire.memory.region().word64(header::PREFILL).load(Ordering::Relaxed))
+    }
+
+    /// The sidecar's release knows hints, or not.
+    pub(crate) fn knows_hints(&self, knows: bool) {
+        self.wire.hints.set(knows);
     }
 
     /// Announces a block in memory.
@@ -391,6 +408,14 @@ impl Sidecar {
                 self.pending.push((op, from, count, last));
             }
             SchedulerRequest::Hint { keys } => self.hints.push((self.log(keys), keys.from, keys.count)),
+            SchedulerRequest::Advise(Advise { op, keys, advice, alone }) => {
+                assert_eq!(keys.from, 0);
+                self.advised.push((self.log(keys), keys.count, advice, alone));
+                if let Some(status) = self.advice {
+                    let outcome = Outcome { op: op as u32, value: keys.count, status };
+                    self.wire.memory.store_outcome(op, outcome);
+                }
+            }
             SchedulerRequest::Release { log } => self.released.push(self.numbers[&log]),
             SchedulerRequest::Load(Load { keys, position, flags, .. }) => {
                 let (log, blocks) = (self.log(keys), self.blocks(position, keys.count));

@@ -134,6 +134,18 @@ fn a_router_learns_how_much_of_a_prompt_is_in_memory_and_on_disk_and_when_the_re
     let file = routers.token_file.to_str().unwrap();
     assert_eq!(printed(&["--socket", socket]), score);
     assert_eq!(printed(&["--address", &routers.address, "--token-file", file]), score);
+    let hint = |through: &str, words: &[&str]| {
+        let output = pillion(&[&["ctl", "--socket", through, "hint"], words, &tokens[..]].concat());
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        serde_json::from_slice::<Value>(&output.stdout).map_err(|_| said)
+    };
+    let pinned = json!({
+        "namespace": engine.namespace(), "action": "pin", "seconds": 60, "blocks": 100, "done": 100, "clipped": 0,
+        "missing": 0,
+    });
+    assert_eq!(hint(socket, &["pin", "--seconds", "60"]), Ok(pinned));
+    assert!(hint(socket, &["keep"]).unwrap_err().contains("pass one of retain, pin, demote, prefetch"));
+    assert!(hint(socket, &["pin", "--seconds", "3601"]).unwrap_err().contains("pass 1 to 3600"));
 
     // The next life has the blocks on its disk, and the same engine.
     drop(engine);
@@ -143,6 +155,9 @@ fn a_router_learns_how_much_of_a_prompt_is_in_memory_and_on_disk_and_when_the_re
     let score = routers.score(&prompt);
     assert_eq!((&score["memory"], &score["disk"], &score["found"]), (&json!(0), &json!(1600), &json!(1600)));
     assert_eq!(sidecar.metric("pillion_query_waits_total"), 0);
+    let fetched = hint(sidecar.socket.to_str().unwrap(), &["prefetch"]).unwrap();
+    assert_eq!((&fetched["done"], &fetched["missing"]), (&json!(100), &json!(0)));
+    watch("blocks from the disk", || (routers.score(&prompt)["memory"] == json!(1600)).then_some(()));
     drop(engine);
     sidecar.terminate();
 }

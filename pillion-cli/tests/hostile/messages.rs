@@ -142,6 +142,13 @@ const BREACHES: &[Breach] = &[
     breach("HINT of more keys than one may name", "HINT with count 65537", || {
         one(Message { count: 65_537, ..of(Kind::Hint) })
     }),
+    at_odds("ADVISE of a log that is not open", "not open", || {
+        one(Message { log: 8, op: 9, data: [3, 0, 0, 0, 0, 0], ..of(Kind::Advise) })
+    }),
+    breach("ADVISE of no action", "ADVISE with action 0", || one(of(Kind::Advise))),
+    breach("ADVISE for longer than an hour", "ADVISE with seconds 3601", || {
+        one(Message { op: 9, data: [2, 3601, 0, 0, 0, 0], ..of(Kind::Advise) })
+    }),
     at_odds("RELEASE of a log that is not open", "not open", || one(Message { log: 8, ..of(Kind::Release) })),
     at_odds("CLOSE of a log that is not open", "not open", || one(Message { log: 8, ..of(Kind::Close) })),
     at_odds("CLOSE twice", "not open", || [one(of(Kind::Close)), one(of(Kind::Close))].concat()),
@@ -190,6 +197,7 @@ const BREACHES: &[Breach] = &[
     by_rank(breach("a rank that releases", "may not send RELEASE", || one(of(Kind::Release)))),
     by_rank(breach("a rank that closes", "may not send CLOSE", || one(of(Kind::Close)))),
     by_rank(breach("a rank that hints", "may not send HINT", || one(of(Kind::Hint)))),
+    by_rank(breach("a rank that advises", "may not send ADVISE", || one(of(Kind::Advise)))),
     by_rank(breach("a rank that names tokens", "may not send GOLDEN", || one(of(Kind::Golden)))),
     by_rank(breach("a rank that accepts", "may not send ACCEPT", || one(of(Kind::Accept)))),
     by_rank(breach("a rank that salts", "may not send SALT", || one(of(Kind::Salt)))),

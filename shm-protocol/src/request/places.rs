@@ -1,6 +1,7 @@
 //! Places of the fields of requests in a message: `put` writes a field, `take` reads it and checks its bound.
 
 use super::{LoadEnd, LoadFlags, LogKeys, RequestError};
+use crate::hints::{Advice, HintAction, SECONDS_MAX};
 use crate::layout::{CHUNK_KEYS, CHUNKS, GOLDEN_TOKENS, LOG_KEYS, LOGS, QUERY_KEYS};
 use crate::message::{APPEND_CHUNKS, Message, Status};
 
@@ -33,6 +34,30 @@ pub(super) const REPLACED: FieldPlace<u32> = FieldPlace {
 /// A way in which an answer ended.
 pub(super) const WAY: FieldPlace<u32> =
     FieldPlace { take: |message| Ok(message.data[0]), put: |way, message| message.data[0] = way };
+/// The action of an ADVISE, and its time.
+pub(super) const ADVICE: FieldPlace<Advice> = FieldPlace {
+    take: |message| {
+        let [action, seconds, ..] = message.data;
+        let known = (action as usize).checked_sub(1).and_then(|at| HintAction::ALL.get(at));
+        range(message, "action", action, known.is_some(), "1 to 4: retain, pin, demote, prefetch")?;
+        let stated = (seconds > 0).then_some(seconds);
+        let advice = Advice::new(*known.expect("in range"), stated).ok();
+        let is_timed = advice.is_some_and(|advice| advice.seconds() == seconds);
+        const _: () = assert!(SECONDS_MAX == 3600);
+        range(
+            message,
+            "seconds",
+            seconds,
+            is_timed,
+            "1 to 3,600 of retain and pin, 0 of demote and prefetch",
+        )?;
+        Ok(advice.expect("in range"))
+    },
+    put: |advice, message| {
+        message.data[0] = advice.action() as u32 + 1;
+        message.data[1] = advice.seconds();
+    },
+};
 pub(super) const BYTES16: FieldPlace<[u8; 16]> = FieldPlace {
     take: |message| Ok(message.bytes16()),
     put: |bytes, message| *message = message.with_bytes16(bytes),
@@ -123,12 +148,13 @@ pub(super) const NUMBER: FieldPlace<u64> = FieldPlace {
     ..OP
 };
 
-/// A flag of a kind with the flags 1 and 2, or with the three flags 1, 2 and 4.
+/// A flag of a kind with the flag 1, with the flags 1 and 2, or with the three flags 1, 2 and 4.
 pub(super) const fn flag_bit<const BIT: u8, const FLAGS: u32>() -> FieldPlace<bool> {
     FieldPlace {
         take: |message| {
             let known = message.flags >> FLAGS == 0;
             let rule = match FLAGS {
+                1 => "this release knows only 1",
                 2 => "this release knows only 1 and 2",
                 _ => "this release knows only 1, 2 and 4",
             };

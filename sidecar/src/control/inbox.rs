@@ -11,12 +11,14 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::Duration;
 
 use rustix::io::Errno;
+use shm_protocol::hints::Advice;
 use shm_protocol::key::{BlockHash, NamespaceDigest};
 use shm_protocol::prefill::PrefillRate;
 use shm_protocol::wait;
+use tiers::dram::HintedCounts;
 use tokio::sync::oneshot;
 
-use crate::core::{KeptCounts, PromptPlaces, PromptScore};
+use crate::core::{KeptCounts, PromptPlaces, PromptScore, ScoredKeys};
 
 /// Queued requests; beyond this number the sidecar is busy. Each is small and taken within milliseconds.
 const ASKS_MAX: usize = 32;
@@ -38,6 +40,8 @@ pub enum ControlAsk {
     Rates(Reply<KnownRates>),
     /// Some more keys of a prompt's score.
     Score(Box<PromptScore>, Reply<ScoreStep>),
+    /// A hint for a chain.
+    Hint(Box<ScoredKeys>, Advice, Reply<HintedCounts>),
     /// Eviction of all blocks of a namespace.
     Evict(NamespaceDigest, Reply<Evicted>),
 }

@@ -13,7 +13,7 @@ use shm_protocol::prefill::PrefillRate;
 use tokio::sync::oneshot;
 
 use super::refusals::{ControlRefusal, ControlRefusalCause};
-use super::{EndMarker, Handler, SCORE_PATH, page};
+use super::{EndMarker, HINT_PATH, Handler, SCORE_PATH, page};
 use crate::config::Severity;
 use crate::control::inbox::{ControlAsk, Evicted, FoundBlock, KEYS_MAX, KnownRates, Reply};
 use crate::core::KeptCounts;
@@ -25,8 +25,7 @@ pub const EVICTION_TIME_MAX: Duration = Duration::from_secs(60);
 /// Keys of one request: a prompt of 65,536 tokens in blocks of 16.
 const LOOKUP_KEYS_MAX: usize = 4096;
 
-const PATHS: &str =
-    "GET /namespaces, POST /lookup, POST /score, POST /evict, GET or POST /log-level, POST /drain";
+const PATHS: &str = "GET /namespaces, POST /lookup, POST /score, POST /hint, POST /evict, GET or POST /log-level, POST /drain";
 
 #[derive(Deserialize)]
 struct Evict {
@@ -74,6 +73,7 @@ impl Handler {
             ("GET", "/rates") => rates_page(&self.ask_data_thread(ANSWER_TIME_MAX, ControlAsk::Rates).await?),
             ("POST", "/lookup") => self.lookup(parse_body(body)?).await?,
             ("POST", SCORE_PATH) => self.score(body).await?,
+            ("POST", HINT_PATH) => self.hint(body).await?,
             ("POST", "/evict") => self.evict(parse_body(body)?).await?,
             ("GET", "/log-level") => self.show_level()?,
             ("POST", "/log-level") => self.set_level(parse_body(body)?)?,
@@ -83,8 +83,8 @@ impl Handler {
             }
             (
                 _,
-                "/namespaces" | "/forecast" | "/rates" | "/lookup" | SCORE_PATH | "/evict" | "/log-level"
-                | "/drain",
+                "/namespaces" | "/forecast" | "/rates" | "/lookup" | SCORE_PATH | HINT_PATH | "/evict"
+                | "/log-level" | "/drain",
             ) => {
                 return Err(ControlRefusal::new(
                     ControlRefusalCause::Method,

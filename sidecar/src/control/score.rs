@@ -101,7 +101,7 @@ impl Handler {
         self.check_budget().await?;
         let body: ScoreBody = parse_body(body)?;
         let (digest, blocks) = self.scored_namespace(body.namespace.as_deref())?;
-        let prompt = scored_keys(digest, &blocks, body)?;
+        let prompt = scored_keys(digest, &blocks, body.tokens, body.keys)?;
         let (block_tokens, tokens) = (prompt.block_tokens, prompt.tokens);
         let scored = self.follow_score(Box::new(PromptScore::new(prompt)));
         let (places, peers) = match tokio::time::timeout(ANSWER_TIME_MAX, scored).await {
@@ -150,7 +150,7 @@ impl Handler {
 
     /// Returns the named namespace, or the only one of the connected engines, with its blocks. Fails for a
     /// namespace whose blocks are of use without those before them.
-    fn scored_namespace(
+    pub(super) fn scored_namespace(
         &self,
         named: Option<&str>,
     ) -> Result<(NamespaceDigest, EngineBlocks), ControlRefusal> {
@@ -194,10 +194,11 @@ fn name_known(why: &str, known: &[(NamespaceDigest, EngineBlocks, bool)]) -> Str
 }
 
 /// Returns the keys of a prompt. Tokens are hashed as the engines of the namespace do it.
-fn scored_keys(
+pub(super) fn scored_keys(
     namespace: NamespaceDigest,
     blocks: &EngineBlocks,
-    body: ScoreBody,
+    tokens: Option<Vec<u32>>,
+    keys: Option<Vec<String>>,
 ) -> Result<ScoredKeys, ControlRefusal> {
     let block_tokens = read_block_tokens(&blocks.facts).map_err(|error| refuse_facts(&error))?;
     let most = |blocks: usize| match blocks <= BLOCKS_MAX {
@@ -208,7 +209,7 @@ fn scored_keys(
             Err(ControlRefusal::new(ControlRefusalCause::TooLarge, text))
         }
     };
-    let (tokens, keys) = match (body.tokens, body.keys) {
+    let (tokens, keys) = match (tokens, keys) {
         (Some(tokens), None) => {
             most(tokens.len() / block_tokens as usize)?;
             let (_, mut chain) = Chain::of_facts(&blocks.facts).map_err(|error| refuse_facts(&error))?;

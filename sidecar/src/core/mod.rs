@@ -18,9 +18,11 @@ mod context;
 mod engines;
 mod event;
 mod handover;
+mod hints;
 mod inspection;
 mod inventory;
 mod namespaces;
+mod operator;
 mod peers;
 mod queries;
 mod quotas;
@@ -41,12 +43,13 @@ use std::time::Duration;
 use shm_protocol::ACCEPT_SINCE;
 use shm_protocol::announcement::Announcement;
 use shm_protocol::handshake::Hello;
+use shm_protocol::hints::Advice;
 use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
 use shm_protocol::message::Kind;
 use shm_protocol::prefill::PrefillRate;
 use shm_protocol::request::{LoadEnd, SchedulerRequest, WorkerRequest};
 use shm_protocol::source::Source;
-use tiers::dram::Dram;
+use tiers::dram::{Dram, HintedCounts};
 
 use self::announcer::Announcer;
 use self::arrivals::{SourceLane, Waiter};
@@ -68,7 +71,7 @@ use self::quotas::CoreQuotas;
 pub use self::score::{PromptPlaces, PromptScore, ScoredKeys};
 use self::sources::Sources;
 pub use self::ssd::{SsdStats, disk_tier};
-pub use self::stats::CoreStats;
+pub use self::stats::{CoreStats, HintStats};
 use self::tier::Notice;
 pub use self::tier::{NewTier, TierStats};
 pub use self::timing::{Timed, TimedPart, Took};
@@ -362,6 +365,9 @@ impl Core {
                 self.bind(session);
             }
             SchedulerRequest::Hint { keys } => queries.hint(session, keys, base)?,
+            SchedulerRequest::Advise(advise) => {
+                queries.advise(session, &advise, || transfers.saved_keys(session), base)?
+            }
             SchedulerRequest::Accept { step } => {
                 if !base.engines[session].accepts {
                     return Err(format!(
@@ -473,6 +479,8 @@ impl Core {
 
     /// Lets tiers take as much memory as they can before the sidecar ends, the best blocks first.
     pub fn write_all(&mut self, out: &mut Vec<Action>) {
+        // Hinted blocks take their places among the others.
+        self.base.cx.dram.end_all_hints();
         self.base.sources.tell_tiers(Notice::Ending, &mut self.base.cx);
         out.append(&mut self.base.cx.actions);
     }
@@ -496,6 +504,20 @@ impl Core {
     pub fn follow_score(&self, score: &mut PromptScore) -> Option<PromptPlaces> {
         let goes_on = score.step(&self.base, &self.queries);
         (!goes_on).then(|| score.places(&self.base))
+    }
+
+    /// Carries an operator's hint for a chain out, and appends the actions. [`Core::go_on`] must follow.
+    pub fn hint(
+        &mut self,
+        now: Duration,
+        chain: &ScoredKeys,
+        advice: Advice,
+        out: &mut Vec<Action>,
+    ) -> HintedCounts {
+        self.base.cx.set_now(now);
+        let found = operator::advise_operator(advice, chain, &mut self.base);
+        out.append(&mut self.base.cx.actions);
+        found
     }
 
     /// Begins to evict a namespace: its blocks on their way, by saves or reads, are not kept, either. `None`:
@@ -599,6 +621,11 @@ impl Core {
         self.base.cx.dram.audit_ledger();
     }
 
+    /// Panics if hints keep more of an engine's blocks than they may. Looks at all such blocks.
+    pub fn audit_hints(&self) {
+        self.base.cx.dram.audit_hints();
+    }
+
     /// Returns the connected engines barred from their namespace.
     pub fn barred(&self) -> Vec<Barred> {
         self.base.engines.barred()
@@ -676,6 +703,8 @@ impl Core {
             handover_loaded: cx.kept.released().loaded,
             handover_expired: cx.kept.released().expired,
             handover_full: cx.kept.released().full,
+            retained_bytes: tier.retained_bytes,
+            pinned_bytes: tier.pinned_bytes,
             ..cx.stats.clone()
         }
     }

@@ -14,16 +14,18 @@ mod promises;
 mod waits;
 mod windows;
 
-use std::collections::BTreeMap;
+use std::cell::LazyCell;
+use std::collections::{BTreeMap, HashSet};
 use std::time::Duration;
 
 use mesh::directory::Credit;
+use shm_protocol::hints::Advice;
 use shm_protocol::key::{BlockHash, BlockKey};
 use shm_protocol::message::{Outcome, Status, WAY_LAST};
 use shm_protocol::pool::SlotRef;
-use shm_protocol::request::{self, LogKeys, Query};
+use shm_protocol::request::{self, Advise, LogKeys, Query};
 use tiers::LeaseError;
-use tiers::dram::{EndedChain, Ending, HolderId, LeaseId};
+use tiers::dram::{EndedChain, Ending, HintedCounts, HolderId, LeaseId};
 
 use self::key_logs::{KeyLog, KeyLogs, QueryLease};
 use self::promises::EndingPromises;
@@ -32,6 +34,7 @@ use self::windows::{EnginePatience, Windows};
 use super::context::Context;
 use super::engines::{Engines, SchedulerRole};
 use super::event::{Action, FinishedRequest};
+use super::hints::{advise_chain, note_demotion, outcome_of};
 use super::namespaces::Binding;
 use super::timing::{Timed, TimedPart};
 use super::{Base, SessionId, Violation};
@@ -301,6 +304,36 @@ impl Queries {
         Ok(())
     }
 
+    /// ADVISE: keeps, lets go or fetches blocks, by a hint. Blocks of a request are let go at its end, since that is a
+    /// use of them. `saved_keys` returns the keys of this scheduler's unfinished saves.
+    pub(super) fn advise(
+        &mut self,
+        session: SessionId,
+        advise: &Advise,
+        saved_keys: impl FnOnce() -> HashSet<BlockHash>,
+        base: &mut Base,
+    ) -> Result<(), Violation> {
+        let Advise { op, keys: LogKeys { log: number, from, count }, advice, alone } = *advise;
+        let logs = self.logs(session);
+        logs.get(number)?;
+        let log = logs.known_mut(number);
+        log.is_alone |= alone;
+        let keys = log.some(from, count).to_vec();
+        let binding = base.engines[session].binding().filter(|_| !base.cx.draining);
+        let saved = LazyCell::new(saved_keys);
+        let is_saved = |hash: &BlockHash| saved.contains(hash);
+        let found = match binding {
+            None => HintedCounts { missing: u64::from(count), ..HintedCounts::default() },
+            Some(binding) if advice == Advice::Demote && !alone => {
+                log.demoted = Some(from as usize..from as usize + keys.len());
+                note_demotion(&binding, &keys, is_saved, base)
+            }
+            Some(binding) => advise_chain(advice, &binding, &keys, is_saved, base),
+        };
+        base.cx.actions.push(Action::Outcome { session, op, outcome: outcome_of(op, found) });
+        Ok(())
+    }
+
     /// Remembers the sources of a log's blocks on their way.
     fn note_sources(&mut self, (session, log): (SessionId, u32), coming: &[BlockKey], cx: &Context) {
         let log = self.asker(session).logs.known_mut(log);
@@ -508,10 +541,15 @@ fn end_request(
     ending: Ending,
     base: &mut Base,
 ) -> EndedChain {
-    let Some(binding) = base.engines[session].binding() else { return EndedChain::default() };
+    let Some(binding) = base.engines[session].binding().filter(|_| !log.is_alone) else {
+        return EndedChain::default();
+    };
     let Binding { whose, namespace, .. } = binding;
     let ending = Ending { unread: log.read_from as usize, ..ending };
     let ended = base.cx.dram.end_chain(whose.holder, namespace, &keys, ending);
+    if let Some(demoted) = log.demoted.clone().and_then(|range| keys.get(range)) {
+        base.cx.dram.demote_chain(whose.holder, namespace, demoted);
+    }
     if let Some(part) = base.engines.part_of_set(session, &log.saved) {
         let (block_bytes, asked) = (binding.block_bytes(), log.first_asked.clone().unwrap_or_default());
         // The forecaster knows no device, and what other rooms have before a request's states.

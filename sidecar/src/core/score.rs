@@ -131,14 +131,8 @@ impl PromptScore {
 
     /// Begins the runs, and returns the binding of the engine that would get the prompt.
     fn begin_runs(&mut self, base: &Base, queries: &Queries) -> Binding {
-        let ScoredKeys { namespace, block_bytes, tokens, ref keys, .. } = self.prompt;
-        let engine = base.engines.soonest_in(namespace, tokens);
-        let bound = engine.and_then(|session| base.engines[session].binding());
-        let binding = bound.unwrap_or_else(|| {
-            let space = Space { digest: namespace, block_bytes };
-            unserved_binding(space, base.cx.namespaces.known(space).unwrap_or(NO_NAMESPACE))
-        });
-        self.promised = queries.promised_run(&binding, keys, base);
+        let (engine, binding) = find_binding(&self.prompt, base);
+        self.promised = queries.promised_run(&binding, &self.prompt.keys, base);
         let mesh = base.sources.mesh().filter(|_| !binding.is_private());
         let peers = mesh.into_iter().flat_map(|mesh| mesh.directory().peers());
         self.peers = peers.map(|peer| (peer.peer, LeadingRun::default())).collect();
@@ -225,6 +219,18 @@ impl PromptScore {
             None => Some(load_ms? + compute_ms(found, all)),
         }
     }
+}
+
+/// Returns the engine that would get a prompt, if there is one, and the binding of the prompt's blocks.
+pub(super) fn find_binding(prompt: &ScoredKeys, base: &Base) -> (Option<SessionId>, Binding) {
+    let ScoredKeys { namespace, block_bytes, tokens, .. } = *prompt;
+    let engine = base.engines.soonest_in(namespace, tokens);
+    let bound = engine.and_then(|session| base.engines[session].binding());
+    let binding = bound.unwrap_or_else(|| {
+        let space = Space { digest: namespace, block_bytes };
+        unserved_binding(space, base.cx.namespaces.known(space).unwrap_or(NO_NAMESPACE))
+    });
+    (engine, binding)
 }
 
 /// Returns a binding that finds the blocks of a namespace without a served engine.

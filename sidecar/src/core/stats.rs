@@ -1,5 +1,8 @@
 //! Figures of the core. The runtime publishes them as metrics; `docs/metrics.md` lists them.
 
+use shm_protocol::hints::HintAction;
+use tiers::dram::HintedCounts;
+
 use super::worth::Over;
 
 /// Counters since the start, and levels now.
@@ -111,7 +114,16 @@ pub struct CoreStats {
     pub load_refusals: u64,
     /// Failed loads refused by a rank, because they were of another namespace than its blocks.
     pub load_mismatches: u64,
+    /// Blocks of hints.
+    pub hints: HintStats,
+    /// Bytes of blocks kept by hints now, once for each engine.
+    pub retained_bytes: u64,
+    pub pinned_bytes: u64,
 }
+
+/// Blocks of hints by action, and there done, clipped and missing.
+#[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
+pub struct HintStats([HintedCounts; HintAction::ALL.len()]);
 
 // === impl CoreStats ===
 
@@ -122,5 +134,21 @@ impl CoreStats {
             Over::Late => self.waits_timed_out += 1,
             Over::Slower => self.waits_slower += 1,
         }
+    }
+}
+
+// === impl HintStats ===
+
+impl HintStats {
+    /// Returns the counts of each action.
+    pub fn by_action(&self) -> impl Iterator<Item = (HintAction, HintedCounts)> + '_ {
+        HintAction::ALL.into_iter().zip(self.0)
+    }
+
+    pub(super) fn count_blocks(&mut self, action: HintAction, found: HintedCounts) {
+        let counts = &mut self.0[action as usize];
+        counts.done += found.done;
+        counts.clipped += found.clipped;
+        counts.missing += found.missing;
     }
 }

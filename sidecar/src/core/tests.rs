@@ -6,6 +6,7 @@ pub(super) mod announcements;
 mod binding;
 pub(super) mod checks;
 mod handover;
+mod hints;
 mod ledger;
 mod on_device;
 mod proofs;

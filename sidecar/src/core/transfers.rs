@@ -8,8 +8,10 @@ mod pending;
 mod saves;
 mod scans;
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::time::Duration;
+
+use shm_protocol::key::BlockHash;
 
 use self::checks::Checks;
 use self::doubts::Doubts;
@@ -117,6 +119,13 @@ impl Transfers {
         let is_handover =
             |op: &u64| self.saves.get(&(scheduler, *op)).is_some_and(|save| save.handover.is_some());
         self.pending.get(&scheduler).is_some_and(|pending| pending.waiting.iter().any(is_handover))
+    }
+
+    /// Returns the keys of a scheduler's unended saves.
+    pub(super) fn saved_keys(&self, scheduler: SessionId) -> HashSet<BlockHash> {
+        let saves = self.saves.range(operations(scheduler)).flat_map(|(_, save)| save.keys().iter().copied());
+        let unbound = self.unbound.range(operations(scheduler)).flat_map(|(_, save)| save.keys());
+        saves.chain(unbound).collect()
     }
 
     /// Returns a scheduler's newest unended save for another engine.

@@ -3,6 +3,7 @@
 mod durations;
 pub mod figures;
 pub mod given_up;
+mod hints;
 mod holders;
 mod peers;
 mod process;
@@ -20,6 +21,7 @@ use self::durations::Durations;
 use self::figures::{
     Figure, MetricFigures, Reading, counters_of, register_counter, register_gauge, show_gauge,
 };
+use self::hints::HintMetrics;
 use self::holders::HoldersMetrics;
 use self::peers::PeersMetrics;
 use self::ssd::SsdMetrics;
@@ -56,6 +58,7 @@ pub struct Metrics {
     closed: IntCounterVec,
     pinning: PinningMetrics,
     quotas: Levels,
+    hints: HintMetrics,
     holders: HoldersMetrics,
     tiers: MetricFigures<TierStats>,
     ssd: Option<SsdMetrics>,
@@ -223,6 +226,10 @@ const GAUGES: &[Figure<CoreStats>] = &[
     ("handover_kept_bytes", "Bytes kept for engines that have not loaded them yet.", |s| {
         s.handover_kept_bytes
     }),
+    ("hint_retained_bytes", "Bytes that hints let go after all others, once for each engine.", |s| {
+        s.retained_bytes
+    }),
+    ("hint_pinned_bytes", "Bytes that hints keep from eviction, once for each engine.", |s| s.pinned_bytes),
     ("leases", "Queries whose blocks are held for a load.", |s| s.leases),
     (
         "barred_engines",
@@ -331,6 +338,7 @@ impl Metrics {
             closed,
             pinning,
             quotas,
+            hints: HintMetrics::new(registry)?,
             holders: HoldersMetrics::new(registry)?,
             tiers: reads::register_tiers(registry)?,
             ssd: None,
@@ -366,6 +374,7 @@ impl Metrics {
     /// Publishes the core's metrics. Called by the data thread alone, so read-then-add is exact.
     pub fn publish(&self, stats: &CoreStats) {
         self.figures.publish(stats);
+        self.hints.publish_hints(&stats.hints);
         self.wait_seconds.inc_by((stats.wait_ms as f64 / 1e3 - self.wait_seconds.get()).max(0.0));
     }
 

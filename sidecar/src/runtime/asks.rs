@@ -46,6 +46,15 @@ impl Runtime {
             ControlAsk::Rates(reply) => drop(reply.send(self.known_rates())),
             ControlAsk::Score(_, reply) if reply.is_closed() => {}
             ControlAsk::Score(score, reply) => drop(reply.send(self.follow_score(score))),
+            ControlAsk::Hint(_, _, reply) if reply.is_closed() => {}
+            ControlAsk::Hint(chain, advice, reply) => {
+                let found = self.core.hint(self.now, &chain, advice, &mut self.out);
+                self.apply();
+                self.core.go_on(self.now, &mut self.out);
+                self.apply();
+                self.publish_stats();
+                let _ = reply.send(found);
+            }
             ControlAsk::Evict(_, reply) if reply.is_closed() => {}
             ControlAsk::Evict(_, reply) if self.opener.is_some() || self.core.recovers() => {
                 let _ = reply.send(Evicted::Recovering);

@@ -68,6 +68,10 @@ impl Endpoint for Connection {
         true
     }
 
+    fn knows_hints(&self) -> bool {
+        true
+    }
+
     fn knows_handover(&self) -> bool {
         true
     }

@@ -206,6 +206,7 @@ impl Life {
         );
         self.ledger.audit(self.pool.region());
         self.core.audit_ledger();
+        self.core.audit_hints();
         self.audit_mesh();
     }
 

@@ -5,7 +5,7 @@ use std::collections::HashSet;
 use shm_protocol::key::BlockKey;
 
 use super::Dram;
-use crate::entries::ON_DEVICE;
+use crate::entries::FIRST_OUT;
 use crate::ledger::HolderSet;
 use crate::policy::Policy;
 use crate::slab::Among;
@@ -98,7 +98,7 @@ impl Dram {
     /// Lists all blocks, the likeliest to be used again first, and no block before its parent.
     pub fn best(&self, out: &mut Vec<Leaving>) {
         let mut seen = HashSet::new();
-        for list in (0..=ON_DEVICE).rev() {
+        for list in (0..=FIRST_OUT).rev() {
             for class in &self.slab.classes {
                 for holder in class.queues.holders() {
                     let first = class.queues.holder_lists(holder)[list].head();

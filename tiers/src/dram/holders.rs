@@ -22,15 +22,18 @@ impl Dram {
         self.ledger.enter_holder()
     }
 
-    /// Ends a holder. Its leases end by [`Dram::release`]; its blocks stay, on no device.
+    /// Ends a holder, and its hints. Its leases end by [`Dram::release`]; its blocks stay, on no device.
     pub fn leave_holder(&mut self, holder: HolderId) {
+        self.end_hints(holder);
         self.policy.lose_device(&mut self.slab, holder);
         self.ledger.leave_holder(holder);
     }
 
     /// Notes that a holder was at work: for a second from now on it has a share of the pool.
     pub fn work(&mut self, holder: HolderId, now_ms: u64) {
-        self.ledger.work(holder, now_ms);
+        if self.ledger.work(holder, now_ms) {
+            self.trim_hinted();
+        }
     }
 
     /// Returns the bytes of a holder.
@@ -55,8 +58,17 @@ impl Dram {
 
     /// Makes a slot of a class free for a holder: by evicting a block of the holders who may lose one,
     /// otherwise one of its own. If those holders have none in this class, a segment of theirs changes its
-    /// class. Returns false if there is no room.
+    /// class. Hints of others give way to a holder short of its share. Returns false if there is no room.
     pub(super) fn make_way(&mut self, class: usize, holder: HolderId) -> bool {
+        while !self.make_way_beside_hints(class, holder) {
+            if !self.end_hints_beside(holder) {
+                return false;
+            }
+        }
+        true
+    }
+
+    fn make_way_beside_hints(&mut self, class: usize, holder: HolderId) -> bool {
         let losers = self.ledger.losers(self.ledger.used());
         if self.evict_next(Among::Class(class), losers) {
             return true;
@@ -95,7 +107,10 @@ impl Dram {
 
     /// Evicts the next block of these holders. Returns false if there is none.
     pub(super) fn evict_next(&mut self, among: Among, losers: HolderSet) -> bool {
-        let victim = self.policy.next(&mut self.slab, among, losers);
+        let mut victim = self.policy.next(&mut self.slab, among, losers);
+        while victim.is_none() && self.end_retained(among, losers) {
+            victim = self.policy.next(&mut self.slab, among, losers);
+        }
         victim.into_iter().for_each(|id| self.evict(id));
         victim.is_some()
     }

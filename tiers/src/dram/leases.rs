@@ -179,9 +179,10 @@ impl Dram {
     }
 
     /// Ends all leases whose time is up, and returns their number. If none is due, it looks at one lease.
-    /// Ends the hold of adopted blocks, too.
+    /// Ends the hold of adopted blocks, and hints at the end of their time, too.
     pub fn expire(&mut self, now_ms: u64) -> usize {
         self.end_hold(now_ms);
+        self.expire_hints(now_ms);
         let mut expired = 0;
         while let Some(ended) = self.leases.expire_one(now_ms) {
             self.end_lease(ended);

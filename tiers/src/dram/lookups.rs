@@ -11,7 +11,7 @@ use crate::index::{Bucket, KeyPrint, NO_ENTRY};
 
 /// Keys looked up side by side, so their cache misses overlap: more than a core's misses in flight, and few
 /// enough so an early end of a run wastes little.
-const BATCH: usize = 64;
+pub(super) const BATCH: usize = 64;
 /// Entries of slots no further apart than this lie within some cache lines; a core prefetches these.
 const NEAR: u32 = 8;
 
@@ -79,6 +79,11 @@ impl Dram {
             }
             dram.chain.push(id);
         });
+        if ending.last {
+            let chain = std::mem::take(&mut self.chain);
+            self.end_hints_for(holder, &chain);
+            self.chain = chain;
+        }
         self.policy.used(&mut self.slab, &self.chain, turn, own);
         self.policy.ended_chain(turn)
     }
@@ -140,7 +145,7 @@ impl Dram {
     /// Returns the committed entries of up to [`BATCH`] keys. Each of the two loads outside of the cache,
     /// bucket and entry, first runs for all keys in a loop of its own. Then the core keeps some twenty misses
     /// in flight, and the comparing loops find all words near.
-    fn find_batch(&self, namespace: u32, hashes: &[BlockHash]) -> [u32; BATCH] {
+    pub(super) fn find_batch(&self, namespace: u32, hashes: &[BlockHash]) -> [u32; BATCH] {
         let mut homes = [(KeyPrint::default(), Bucket::NONE); BATCH];
         for (home, hash) in homes.iter_mut().zip(hashes) {
             let print = KeyPrint::new(namespace, GROUP, hash);

@@ -34,6 +34,7 @@ impl Dram {
     }
 
     fn remove_entry(&mut self, id: u32) {
+        self.end_hints_of_block(id);
         self.watch.note_change(self.slab.entries.get(id).block_key(), false);
         self.unindexed(id);
         self.stats.blocks -= 1;

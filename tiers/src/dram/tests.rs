@@ -1,3 +1,4 @@
+mod hinted;
 mod holders;
 mod on_device;
 mod overflow;

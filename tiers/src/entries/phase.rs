@@ -16,7 +16,7 @@ const STATES: [SlotState; 8] = [
     SlotState::Removed,
     SlotState::Removed,
 ];
-const PLACES: [ListPlace; 4] = [ListPlace::Detached, ListPlace::Free, ListPlace::Kept, ListPlace::OnDevice];
+const PLACES: [ListPlace; 4] = [ListPlace::Detached, ListPlace::Free, ListPlace::Kept, ListPlace::FirstOut];
 
 // === impl EntryPhase ===
 

@@ -352,7 +352,7 @@ fn a_pool_of_a_later_release_that_this_one_reads_is_adopted() {
     assert!(matches!(pool.remains(1, &geometry, 7..8)[..], [SlotRemains::Block { .. }]));
     let word = |at: u64| pool.region().word64(at as usize);
     let stated = [header::VERSION, header::OLDEST].map(|at| word(at).load(Ordering::Relaxed));
-    assert_eq!(stated, [pool::VERSION.into(), pool::OLDEST.into()], "written by this release from now on");
+    assert_eq!(stated, [pool::VERSION, pool::OLDEST].map(u64::from), "written by this release from now on");
     // The later release's values in a slot's reserved words are zeros after a filling of this release.
     let next = SlotRef { generation: pool.first_generation(), ..slot(0) };
     let header = geometry.place_of(next.offset).expect("a slot").header;

@@ -161,7 +161,7 @@ mod tests {
                 let sort = Sort::of_turn(0, 1 + turn);
                 let standing = |entry: &SlotEntry| {
                     let before = entry.standing.sort();
-                    let place = if on_device { ListPlace::OnDevice } else { ListPlace::Kept };
+                    let place = if on_device { ListPlace::FirstOut } else { ListPlace::Kept };
                     (Standing::new(if before.index() > sort.index() { before } else { sort }, 0), place)
                 };
                 together.0.raise(&chain, standing);

@@ -3,7 +3,7 @@
 use super::requests::RequestId;
 
 /// One fact for an operator.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+#[derive(Clone, Debug, Eq, PartialEq)]
 pub enum Remark {
     /// The engine reported no output of the last steps, so nothing is kept until it does.
     Stalled {
@@ -23,6 +23,13 @@ pub enum Remark {
         blocks: u64,
         /// The request.
         request: RequestId,
+    },
+    /// Hints of a client were refused. Said once a minute.
+    HintsRefused {
+        /// The request.
+        request: RequestId,
+        /// The fault, and the remedy.
+        reason: String,
     },
     /// Loads of blocks have failed.
     NotLoaded {

@@ -57,6 +57,10 @@ pub(super) struct KeyLog {
     pub(super) read_from: u32,
     /// `Some` while its questions may wait for a producer.
     pub(super) window: Option<Window>,
+    /// True once a hint used it without a request.
+    pub(super) is_alone: bool,
+    /// The keys of blocks that go first once its request has ended, by a hint.
+    pub(super) demoted: Option<Range<usize>>,
     /// `Some` once its request has ended: its blocks are on the engine's device, and saved as they leave it.
     pub(super) ended: Option<EndedChain>,
 }

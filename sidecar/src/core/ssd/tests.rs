@@ -10,6 +10,7 @@ use std::ops::Range;
 use mesh::digest::Digest;
 use mesh::directory::{Directory, Filter};
 use mesh::transport::PeerNumber;
+use shm_protocol::hints::Advice;
 use shm_protocol::key::NamespaceDigest;
 use shm_protocol::message::{LOAD_BY_ENGINE, Outcome, Status};
 use shm_protocol::pool::SlotRef;
@@ -283,6 +284,24 @@ fn a_block_that_a_hint_has_read_was_found_on_a_disk_and_by_the_next_request_in_m
         });
         assert_eq!(answer, Some((Status::Ok, 3, &found)));
     }
+}
+
+#[test]
+fn a_prefetch_by_a_hint_brings_what_it_may_and_says_so() {
+    let mut scene = Scene::on_ssd(0..3);
+    scene.engine.open(1, 0..5);
+    assert_eq!(scene.engine.advise(1, 900, 5, Advice::Prefetch), (Status::Absent, 3));
+    scene.take_jobs();
+    let reads = scene.reads();
+    assert_eq!(reads.len(), 3);
+    scene.end_well(reads);
+    let op = scene.post_query(1, 3);
+    assert_eq!(scene.answers().pop(), Some((op, Status::Ok, 3)));
+    let mut scene = Scene::on_ssd(0..DRAM_BLOCKS / 2);
+    scene.engine.open(1, 0..DRAM_BLOCKS / 2);
+    // An eighth of the pool, 28 blocks and a rest.
+    let brought = scene.engine.advise(1, 900, DRAM_BLOCKS / 2, Advice::Prefetch);
+    assert_eq!(brought, (Status::Clipped, 4));
 }
 
 #[test]

@@ -25,7 +25,7 @@ impl Harness {
         engine
     }
 
-    fn tick_at(&mut self, now_ms: u64) {
+    pub(super) fn tick_at(&mut self, now_ms: u64) {
         self.now_ms = now_ms;
         self.event(CoreEvent::Tick);
     }

@@ -6,7 +6,7 @@ use super::*;
 
 impl Harness {
     /// Saves these keys under a log, in a step with the number of the operation. Returns the number of kept blocks.
-    fn keep_chain(&mut self, log: u32, op: u64, keys: std::ops::Range<u32>) -> u32 {
+    pub(super) fn keep_chain(&mut self, log: u32, op: u64, keys: std::ops::Range<u32>) -> u32 {
         let count = keys.len() as u32;
         self.open(log, keys);
         self.post_save(log, op, 0..count, false);
@@ -16,7 +16,7 @@ impl Harness {
     }
 
     /// Keeps chains of a block, as operations from `op` on, until so many blocks went. Returns the next operation.
-    fn fill_until_evicted(&mut self, mut op: u64, blocks: u64) -> u64 {
+    pub(super) fn fill_until_evicted(&mut self, mut op: u64, blocks: u64) -> u64 {
         while self.core.base.cx.dram.stats().evicted_blocks_total < blocks {
             let first = 1000 + op as u32 * 8;
             assert!(self.keep_chain(9, op, first..first + 1) == 1 && op < 2000, "operation {op}");
@@ -27,7 +27,7 @@ impl Harness {
     }
 
     /// The number of blocks among these keys of an open log, found in the pool.
-    fn count_kept(&mut self, log: u32, op: u64, keys: std::ops::Range<u32>) -> u32 {
+    pub(super) fn count_kept(&mut self, log: u32, op: u64, keys: std::ops::Range<u32>) -> u32 {
         let kept = self.query(log, op, keys.start, keys.len() as u32).value;
         self.ask(SchedulerRequest::Release { log });
         kept

@@ -120,9 +120,23 @@ struct SaveBlock {
     broken: bool,
 }
 
+// === impl UnboundSave ===
+
+impl UnboundSave {
+    /// Returns the keys of its blocks.
+    pub(super) fn keys(&self) -> impl Iterator<Item = BlockHash> + '_ {
+        self.blocks.iter().filter(|(_, block)| block.is_some()).map(|(hash, _)| *hash)
+    }
+}
+
 // === impl Save ===
 
 impl Save {
+    /// Returns the keys of its blocks.
+    pub(super) fn keys(&self) -> &[BlockHash] {
+        &self.keys
+    }
+
     /// Returns the key of the prompt's tail, if the save has one.
     fn tail(&self) -> Option<&BlockHash> {
         self.keys.last().filter(|_| self.tail)

@@ -214,6 +214,7 @@ impl Scheduler {
                 Remark::Unproven { .. } => "policy doubts the engine's own cache",
                 Remark::NotLoaded { .. } => "policy is told of failed loads",
                 Remark::Changed => unreachable!("the policy learns of each change"),
+                Remark::HintsRefused { .. } => unreachable!("all hints keep the schema"),
             };
             ctx.hit(point);
         }

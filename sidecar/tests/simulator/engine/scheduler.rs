@@ -12,6 +12,7 @@ use connector_shim::core::policy::{
     Arrival, EnginePolicy, FoundTokens, PolicyOptions, PolicyWait, RequestId,
 };
 use connector_shim::core::scheduler::{LoadWait, SessionConfig};
+use shm_protocol::hints::{Advice, Hint, RequestHints};
 use shm_protocol::key::{BlockHash, NamespaceDigest};
 use shm_protocol::layout::LOAD_WAIT_MS;
 use shm_protocol::layout::SUBMISSION_SLOTS;
@@ -310,6 +311,9 @@ impl Scheduler {
         let (id, number) = (spec.id, self.policy.follow_request(arrival));
         self.requests.insert(id, Request::new(spec, number, self.model.groups()));
         self.waiting.push_back(id);
+        if ctx.rng.one_in(8) {
+            self.hint(id, ctx);
+        }
         if ctx.rng.one_in(2) {
             if self.policy.look_for_verdict() {
                 self.contradicted(ctx);
@@ -319,6 +323,18 @@ impl Scheduler {
                 self.policy.announce_request(number);
             }
         }
+    }
+
+    /// A client hints at the fate of its conversation's blocks.
+    fn hint(&mut self, id: u64, ctx: &mut Ctx) {
+        self.tell(id);
+        let seconds = 1 + ctx.rng.below(5) as u32;
+        let choices = [Advice::Retain { seconds }, Advice::Pin { seconds }, Advice::Demote, Advice::Prefetch];
+        let hint = Hint { advice: ctx.rng.pick(&choices), tokens: None };
+        let last = ctx.rng.one_in(8);
+        let read = Ok(RequestHints { last, hints: vec![hint] });
+        let number = self.requests[&id].number;
+        self.policy.follow_hints(number, last, read, ctx.instant());
     }
 
     /// Gives the policy the current numbers and keys of a request.

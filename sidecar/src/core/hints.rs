@@ -1,0 +1,76 @@
+//! Hints of clients: blocks of a chain are kept until a time, let go, or brought into DRAM.
+//!
+//! A hint never takes more than its engine's share, and no query or save waits for one: [`tiers::dram`] has the limits of
+//! kept blocks, [`super::sources`] those of blocks on their way.
+
+use shm_protocol::hints::{Advice, HintAction};
+use shm_protocol::key::BlockHash;
+use shm_protocol::message::{Outcome, Status};
+use tiers::dram::{HintTerms, HintedCounts};
+
+use super::Base;
+use super::namespaces::Binding;
+
+/// A hint brings blocks within 1 of so many parts of the room for arrivals: the others are for queries.
+const PARTS: u64 = 2;
+
+/// Carries advice on a chain out. Blocks `coming` from saves are kept once they are there.
+pub(super) fn advise_chain(
+    advice: Advice,
+    binding: &Binding,
+    keys: &[BlockHash],
+    coming: impl Fn(&BlockHash) -> bool,
+    base: &mut Base,
+) -> HintedCounts {
+    let Binding { whose, namespace, parentless, .. } = *binding;
+    let (now_ms, dram) = (base.cx.now_ms, &mut base.cx.dram);
+    let found = match advice {
+        Advice::Retain { seconds } | Advice::Pin { seconds } => {
+            let until_ms = now_ms.saturating_add(u64::from(seconds) * 1000);
+            let terms = HintTerms { until_ms, is_pinned: advice.action() == HintAction::Pin };
+            dram.keep_chain(whose, (namespace, keys), (terms, now_ms), !parentless, coming)
+        }
+        Advice::Demote => dram.demote_chain(whose.holder, namespace, keys),
+        Advice::Prefetch => bring_chain(binding, keys, base),
+    };
+    count_hint(advice, found, base);
+    found
+}
+
+/// Notes a chain to be demoted at the end of its request, and blocks `coming` from saves as soon as they are there.
+pub(super) fn note_demotion(
+    binding: &Binding,
+    keys: &[BlockHash],
+    coming: impl Fn(&BlockHash) -> bool,
+    base: &mut Base,
+) -> HintedCounts {
+    let (chain, holder, now_ms) = ((binding.namespace, keys), binding.whose.holder, base.cx.now_ms);
+    let found = base.cx.dram.await_demotion(holder, chain, now_ms, coming);
+    count_hint(Advice::Demote, found, base);
+    found
+}
+
+/// Counts the blocks of a hint.
+pub(super) fn count_hint(advice: Advice, found: HintedCounts, base: &mut Base) {
+    base.cx.stats.hints.count_blocks(advice.action(), found);
+    base.cx.apply_evictions();
+}
+
+fn bring_chain(binding: &Binding, keys: &[BlockHash], base: &mut Base) -> HintedCounts {
+    let Base { sources, cx, .. } = base;
+    let brought = sources.bring(binding, keys, PARTS, false, cx);
+    let done = brought.held.len() + brought.coming.len();
+    brought.held.into_iter().for_each(|slot| cx.dram.unhold(slot, binding.whose.holder));
+    let found = sources.reach(binding, keys, cx).max(done);
+    HintedCounts { done: done as u64, clipped: (found - done) as u64, missing: (keys.len() - found) as u64 }
+}
+
+/// Returns the answer of an operation for these blocks.
+pub(super) fn outcome_of(op: u64, found: HintedCounts) -> Outcome {
+    let status = match found {
+        HintedCounts { clipped: 1.., .. } => Status::Clipped,
+        HintedCounts { missing: 1.., .. } => Status::Absent,
+        _ => Status::Ok,
+    };
+    Outcome { op: op as u32, value: found.done as u32, status }
+}

@@ -216,6 +216,10 @@ impl Endpoint for Connection {
         self.welcome.devices
     }
 
+    fn knows_streams(&self) -> bool {
+        self.welcome.streams
+    }
+
     fn knows_acceptance(&self) -> bool {
         self.welcome.version >= ACCEPT_SINCE
     }

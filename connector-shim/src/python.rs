@@ -161,6 +161,7 @@ impl SchedulerSession {
                 by_engine,
                 early,
                 part_blocks,
+                streams: false,
                 whole_blocks,
                 last: false,
                 load_wait,

@@ -254,6 +254,9 @@ pub struct Welcome {
     /// Other sidecars end the session over them.
     #[serde(default, skip_serializing_if = "is_false")]
     pub devices: bool,
+    /// True if the sidecar knows [`crate::message::QUERY_STREAM`]. Other sidecars end the session over it.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub streams: bool,
 }
 
 /// An invalid record, or one of a release without a common version.

@@ -138,12 +138,12 @@ fn hellos() -> impl Strategy<Value = (Hello, usize)> {
 
 fn replies() -> impl Strategy<Value = Reply> {
     let numbers = (any::<u64>(), any::<u64>(), any::<u64>(), any::<u64>(), any::<u64>());
-    let welcome = (numbers, "[0-9a-f]{32}", prop::option::of(".{0,200}"), any::<[bool; 4]>()).prop_map(
+    let welcome = (numbers, "[0-9a-f]{32}", prop::option::of(".{0,200}"), any::<[bool; 5]>()).prop_map(
         |(
             (epoch, session, lease_ttl_ms, pool_bytes, segment_bytes),
             ns,
             note,
-            [handover, tails, states, devices],
+            [handover, tails, states, devices, streams],
         )| {
             let version = PROTOCOL_VERSION;
             Reply::Welcome(Welcome {
@@ -160,6 +160,7 @@ fn replies() -> impl Strategy<Value = Reply> {
                 tails,
                 states,
                 devices,
+                streams,
             })
         },
     );

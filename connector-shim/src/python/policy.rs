@@ -182,6 +182,7 @@ impl PyPolicy {
                 by_engine,
                 early: early[group],
                 part_blocks: machine.part_blocks(),
+                streams: set.may_stream(),
                 whole_blocks: if set.several() { 0 } else { machine.whole_blocks() },
                 last: set.forms[group].kind == GroupKind::State,
                 load_wait: options.load_wait(),

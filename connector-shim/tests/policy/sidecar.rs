@@ -163,6 +163,10 @@ impl Endpoint for Wire {
         true
     }
 
+    fn knows_streams(&self) -> bool {
+        true
+    }
+
     fn knows_acceptance(&self) -> bool {
         true
     }

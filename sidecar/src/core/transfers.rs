@@ -8,7 +8,7 @@ mod pending;
 mod saves;
 mod scans;
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
 use self::checks::Checks;
@@ -38,6 +38,8 @@ pub(super) struct Transfers {
     doubts: Doubts,
     scans: Scans,
     loads: BTreeMap<OpKey, RunningLoad>,
+    /// Schedulers with a streamed load that was posted, moved or ended in this event.
+    moved_streams: BTreeSet<SessionId>,
     /// Running copies, each with its begin.
     copies: BTreeMap<CopyId, (CopyOwner, Duration)>,
     /// The number of the last copy.

@@ -308,6 +308,7 @@ impl Runtime {
             tails: true,
             states: true,
             devices: true,
+            streams: true,
         });
         let session = &self.sessions[&id];
         let terms = &self.terms;

@@ -38,8 +38,14 @@ impl Harness {
     /// D opens a log of these keys and asks for all of them.
     fn await_keys(&mut self, log: u32, op: u64, keys: std::ops::Range<u32>, arriving: bool) {
         self.speaker = D;
-        let query =
-            Query { op, keys: LogKeys::new(log, 0..keys.len() as u32), arriving, awaits: true, last: false };
+        let query = Query {
+            op,
+            keys: LogKeys::new(log, 0..keys.len() as u32),
+            arriving,
+            awaits: true,
+            last: false,
+            streams: false,
+        };
         self.open(log, keys);
         self.ask(SchedulerRequest::Query(query));
         self.speaker = SCHEDULER;
@@ -106,7 +112,14 @@ impl Harness {
     fn await_tail(&mut self, op: u64) {
         self.speaker = D;
         self.open_as(0, 0..3, false, true);
-        let query = Query { op, keys: LogKeys::new(0, 0..3), arriving: false, awaits: true, last: false };
+        let query = Query {
+            op,
+            keys: LogKeys::new(0, 0..3),
+            arriving: false,
+            awaits: true,
+            last: false,
+            streams: false,
+        };
         self.ask(SchedulerRequest::Query(query));
         self.speaker = SCHEDULER;
     }

@@ -194,10 +194,11 @@ impl Queries {
         Ok(())
     }
 
-    /// Ends every lease and every wait of a session's logs.
+    /// Ends every lease, every wait and the stream of a session's logs.
     pub(super) fn end_leases(&mut self, session: SessionId, cx: &mut Context) {
         // Logs without a lease, of which there may be 65,536, cost nothing: each lease was paid for by a query.
         self.end_waits(session, cx);
+        self.streams.remove(&session);
         for log in self.askers[&session].logs.leased() {
             self.release_log(session, log, cx).expect("a leased log is open");
         }

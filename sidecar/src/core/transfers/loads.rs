@@ -60,6 +60,11 @@ impl RunningLoad {
         matches!(self.phase, LoadPhase::Deferred { .. })
     }
 
+    /// True if it has blocks that were not sent for.
+    fn has_rest(&self) -> bool {
+        matches!(&self.phase, LoadPhase::Deferred { rest, .. } if !rest.is_empty())
+    }
+
     /// Returns the number of its blocks on their way.
     fn missing(&self) -> usize {
         if let LoadPhase::Deferred { missing, .. } = self.phase { missing } else { 0 }
@@ -396,7 +401,7 @@ impl Transfers {
     /// a stream have this time from when the last of them was sent for.
     pub(crate) fn refuse_late(&mut self, base: &mut Base) {
         let is_late = |load: &RunningLoad| {
-            let is_sent = matches!(&load.phase, LoadPhase::Deferred { rest, .. } if rest.is_empty());
+            let is_sent = load.is_deferred() && !load.has_rest();
             is_sent && base.cx.now >= load.sent + Duration::from_millis(WAIT_MS_MAX)
         };
         let late: Vec<OpKey> =

@@ -125,10 +125,9 @@ impl Scheduler {
             by_engine: model.by_engine,
             early: model.early,
             part_blocks: model.machine.part_blocks(),
-            streams: false,
+            streams: model.second.is_none(),
             whole_blocks: model.machine.whole_blocks(),
             last: false,
-            streams: false,
             load_wait: LoadWait { most_ms: LOAD_WAIT_MS, ..LoadWait::default() },
         };
         let options = PolicyOptions {

@@ -50,6 +50,7 @@ impl Transfers {
 
     /// Refuses what is left of streams that are slower than their engine, or too late; goes on with the others.
     pub(crate) fn end_due_streams(&mut self, queries: &mut Queries, base: &mut Base) {
+        self.refuse_abandoned(queries, base);
         for session in queries.streaming() {
             let Some(stream) = queries.stream(session).filter(|stream| !stream.queue.is_empty()) else {
                 continue;
@@ -65,6 +66,18 @@ impl Transfers {
                     self.end_stream(session, None, queries, base);
                 }
                 None => self.send_parts(session, queries, base),
+            }
+        }
+    }
+
+    /// Refuses loads with blocks to be sent for whose stream has ended, since their engine was barred.
+    fn refuse_abandoned(&mut self, queries: &mut Queries, base: &mut Base) {
+        let unsent = self.loads.iter().filter(|(_, load)| load.has_rest());
+        let unsent: Vec<(OpKey, u64)> = unsent.map(|(key, load)| (*key, load.promise)).collect();
+        for (key, promise) in unsent {
+            let stream = queries.stream(key.0).filter(|stream| stream.has_promise(promise));
+            if stream.is_none() {
+                self.refuse_deferred(key, base);
             }
         }
     }

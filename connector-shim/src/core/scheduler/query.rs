@@ -34,6 +34,8 @@ const ANSWER_MAX: Duration = Duration::from_secs(1);
 const AWAITING_MAX: Duration = Duration::from_millis(PROMISED_WAIT_MS_MAX as u64).saturating_add(PENDING_MAX);
 /// The most parts of a load: a few long requests must leave room among the 4,096 unanswered operations.
 const PARTS_MAX: usize = 64;
+/// The fewest parts of a load with more blocks than the pool holds.
+const STREAM_PARTS_MIN: usize = 16;
 /// The answer "not known yet: ask again".
 pub const PENDING: i64 = -1;
 
@@ -355,11 +357,7 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
             | flag(lease.arriving, LOAD_ARRIVING)
             | flag(lease.streamed, LOAD_STREAMED);
         let flags = LoadFlags::new(flags);
-        let parts_max = if lease.streamed { STREAM_PARTS_MAX } else { PARTS_MAX };
-        let part = match lease.arriving {
-            true => blocks.len().div_ceil(parts_max).max(self.config.part_blocks as usize),
-            false => blocks.len(),
-        };
+        let part = self.part_of_load(lease, blocks.len());
         let link = self.link.as_mut().expect("it has the lease");
         let (log, _) = link.logs.get(handle).expect("it has the lease");
         let mut plans = Vec::new();
@@ -379,6 +377,17 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
             link.flush();
         }
         plans
+    }
+
+    /// The blocks of each part of a load.
+    fn part_of_load(&self, lease: LogLease, blocks: usize) -> usize {
+        let usual = self.config.part_blocks as usize;
+        match (lease.streamed, lease.arriving) {
+            // More than the pool holds: several parts must fit into it at once.
+            (true, _) => blocks.div_ceil(STREAM_PARTS_MAX).max(usual.min(blocks / STREAM_PARTS_MIN)),
+            (_, true) => blocks.div_ceil(PARTS_MAX).max(usual),
+            _ => blocks,
+        }
     }
 
     /// The log's lease, if it covers `count` keys from `start` on. A synchronous load belongs to this step's

@@ -43,7 +43,7 @@ POOL_BLOCKS = (2 << 20) // BLOCK_BYTES
 PROMPT = prompt_of(3 * POOL_BLOCKS * BLOCK_TOKENS + 5, 71)
 STORED = block_count([PROMPT], 1)
 HIT = hit_tokens(len(PROMPT))
-# By a prompt's steps the engine learns how fast it computes. The sidecar looks at that each 100 ms.
+# The engine learns its rate by the steps of a prompt. The sidecar looks at it each 100 ms.
 LEARN: list[Act] = [{"do": "slow_steps", "with": {"seconds": 0.05}}, generate([prompt_of(3000, 72)], 1), SETTLE, RESET]
 ENGINE = {"max_model_len": 4096, "blocks": 200, "batched_tokens": 256}
 # However fast this engine computes, it prefers to load.
@@ -84,14 +84,14 @@ class Disk:
 
 @contextlib.contextmanager
 def small(stage: Stage, disk: Disk) -> Iterator[sidecar.Sidecar]:
-    """A sidecar with a third of the prompt's bytes of memory, over that disk."""
+    """A sidecar over the disk, with memory for a third of the prompt."""
     with sidecar.serving(stage.directory, DRAM, anonymous=True, ssd=(f"{disk.folder}:64MiB:create",)) as keeper:
         keeper.wait_metric("pillion_ssd_recovered_blocks_total", STORED)
         yield keeper
 
 
 def test_a_prompt_of_three_pools_comes_from_a_disk(stage: Stage) -> None:
-    """Every position that attention reads is right, and the pool holds less than half of the prompt at any time."""
+    """Every position read by attention is right, and no load fails."""
     with small(stage, Disk(stage)) as keeper:
         acts = [*LEARN, generate([PROMPT], 1), RESET, generate([PROMPT], 1)]
         (results,) = stage.play(acts, pillion(keeper.socket, "async", **EXTRA), metrics=metrics(keeper), **ENGINE)
@@ -105,7 +105,7 @@ def test_a_prompt_of_three_pools_comes_from_a_disk(stage: Stage) -> None:
 
 
 def test_a_disk_that_fails_half_way_leaves_the_rest_to_the_engine(stage: Stage) -> None:
-    """What came is used, what did not is computed, and no wrong byte is read."""
+    """The engine uses the first half, computes the rest, and reads no wrong byte."""
     disk = Disk(stage)
     with small(stage, disk) as keeper:
         disk.damage()

@@ -202,8 +202,7 @@ impl PyPolicy {
             sessions.push(py.detach(|| SchedulerClient::new(session))?);
         }
         // A drafter's KV may differ under one key.
-        let checks = loads && saves && !settings.several && !drafts;
-        let every = if checks { options.check_every } else { 0 };
+        let every = if loads && saves && !settings.several && !drafts { options.check_every } else { 0 };
         let policy = PolicyOptions {
             loads,
             saves,

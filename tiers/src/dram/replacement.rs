@@ -1,4 +1,4 @@
-//! Blocks that go before others: a later block of their request is kept, or they came for one load alone.
+//! Blocks evicted before others: a later block of their request is kept, or they came for one load alone.
 
 use shm_protocol::key::BlockKey;
 
@@ -20,15 +20,15 @@ impl Dram {
         true
     }
 
-    /// Lets a block go at once that came from a tier below for a load which has ended. It stays if another
-    /// conversation uses it, or somebody reads it. Returns true if it went.
+    /// Evicts a block from a tier below at the end of its only load. It stays if another conversation uses it,
+    /// or somebody reads it. Returns true if it went.
     pub fn give_back(&mut self, key: &BlockKey) -> bool {
         let Some(id) = self.find_unshared(key) else { return false };
         self.evict(id);
         true
     }
 
-    /// Returns the entry of a block that no other conversation uses, and nobody reads.
+    /// Returns the entry of a block without another conversation or a reader.
     fn find_unshared(&self, key: &BlockKey) -> Option<u32> {
         let id = self.find_committed(key.namespace, key.group, &key.hash)?;
         let entry = self.slab.entries.get(id);

@@ -1,8 +1,8 @@
-//! Streams: prompts with more blocks than their engine's part of the pool holds. Their answer promises them
-//! all, and names no slot. Each load gets its slots when its turn has come, and gives them back at its end.
+//! Streams: prompts with more blocks than their engine's part of the pool holds. The answer promises all of
+//! them, and names no slot. Each load gets its slots in its turn, and gives them back at its end.
 //!
-//! A scheduler has one stream at a time. The rule of waits goes on to hold for what is left of it: blocks that
-//! come later than the engine would compute them are refused, with all behind them.
+//! A scheduler has one stream at a time. The rule of waits goes on to hold for the rest of a stream: if the
+//! engine would compute it sooner, its loads are refused.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -17,9 +17,9 @@ use super::{Base, Binding, FoundRun, Queries, Question, SessionId};
 use crate::core::arrivals::{Owed, SourceLane};
 use crate::core::worth::Over;
 
-/// The blocks that a stream reads ahead take 1 of so many parts of its engine's share of the pool.
+/// The blocks read ahead for a stream take 1 of so many parts of its engine's share of the pool.
 const PART: u64 = 2;
-/// The slot of a block that has none yet: no pool has a slot there.
+/// The slot named for a block without one: no pool has a slot there.
 const NO_SLOT: SlotRef = SlotRef { offset: 0, generation: 0 };
 
 /// A prompt on its way to an engine's memory.
@@ -34,7 +34,7 @@ pub(crate) struct Stream {
     pub(crate) queue: VecDeque<u64>,
     /// The bytes due from its sources.
     owed: BTreeMap<SourceLane, Owed>,
-    /// The last time at which it did not wait for its sources alone.
+    /// The last time of a part's progress, or of a wait for the engine.
     moved_ms: u64,
 }
 
@@ -46,23 +46,23 @@ impl Stream {
         self.question.op == op
     }
 
-    /// Returns the most blocks that its loads read at once.
+    /// Returns the limit of blocks read for its loads at once.
     pub(crate) fn window(&self, binding: &Binding, base: &Base) -> usize {
         window(binding, base) as usize
     }
 
-    /// Notes blocks that were sent for, and are due from these sources.
+    /// Notes blocks just sent for, due from these sources.
     pub(crate) fn note_sent(&mut self, blocks: usize, owed: BTreeMap<SourceLane, Owed>) {
         self.left = self.left.saturating_sub(blocks as u32);
         self.owed.extend(owed);
     }
 
-    /// Notes that the stream moved, or that it waits for its engine.
+    /// Notes progress of the stream, or a wait for its engine.
     pub(crate) fn note_moved(&mut self, now_ms: u64) {
         self.moved_ms = now_ms;
     }
 
-    /// Returns the reason to refuse what is left of it, if there is one. `missing`: blocks on their way.
+    /// Returns the reason to refuse its rest, if there is one. `missing`: blocks on their way.
     pub(crate) fn over(&self, missing: usize, base: &Base) -> Option<Over> {
         let begin = self.end.saturating_sub(self.left + missing as u32).max(self.question.from);
         let outlook = self.question.outlook(&self.owed, self.left, begin..self.end, self.moved_ms, base);
@@ -83,7 +83,7 @@ impl Queries {
         self.streams.keys().copied().collect()
     }
 
-    /// Ends the stream of a scheduler. Returns its query; `None`: there is none, or it is another log's.
+    /// Ends the stream of a scheduler; with `log`, only a stream of this log. Returns the stream's query.
     pub(crate) fn end_stream(&mut self, session: SessionId, log: Option<u32>) -> Option<u64> {
         let is_meant = |stream: &Stream| log.is_none_or(|log| stream.question.log == log);
         self.streams.get(&session).filter(|stream| is_meant(stream))?;
@@ -99,14 +99,14 @@ impl Queries {
         }
     }
 
-    /// Does the same for a stream whose last blocks were sent for just now.
+    /// Does the same after the last blocks of a stream were sent for.
     pub(crate) fn end_sent_stream(&mut self, session: SessionId) {
         let log = self.streams.get(&session).map(|stream| stream.question.log);
         log.into_iter().for_each(|log| self.end_unused_stream(session, log));
     }
 
-    /// Returns the blocks that the scheduler's stream has still to send for, if a question waits for its end:
-    /// the missing rest of its run is more than the pool holds, too.
+    /// Returns the number of unsent blocks of the scheduler's stream, if a question waits for its end: the rest
+    /// of its run is more than the pool holds, too.
     pub(super) fn ahead_in_stream(
         &self,
         question: Question,
@@ -120,8 +120,8 @@ impl Queries {
         (reach > holdable).then_some(stream.left)
     }
 
-    /// Answers a waiting query with its whole run, if that is more than the pool holds. Returns false if the
-    /// query goes on to wait.
+    /// Answers a waiting query with its whole run, if the pool cannot hold it. Returns false if the query goes
+    /// on to wait.
     pub(super) fn answer_streamed(&mut self, place: (SessionId, u32), base: &mut Base) -> bool {
         let Some((question, end)) = self.streamable(place, base) else { return false };
         let Some(binding) = base.engines[place.0].binding() else { return false };
@@ -175,7 +175,7 @@ impl Queries {
     }
 }
 
-/// Returns the most blocks that a stream of this engine reads ahead.
+/// Returns the limit of blocks read ahead for a stream of this engine.
 fn window(binding: &Binding, base: &Base) -> u64 {
     (base.cx.dram.share_blocks(binding.block_bytes()) / PART).max(1)
 }

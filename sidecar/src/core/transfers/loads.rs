@@ -409,8 +409,8 @@ impl Transfers {
         late.into_iter().for_each(|key| self.refuse_deferred(key, base));
     }
 
-    /// Refuses a load, because one of its blocks is not to be had. Nothing of it will be written. Of a stream
-    /// the loads behind it are refused, too.
+    /// Refuses a load, because one of its blocks is not to be had. Nothing of it will be written. In a
+    /// stream the loads behind it are refused, too.
     fn refuse_deferred(&mut self, key: OpKey, base: &mut Base) {
         let Some(load) = self.loads.get(&key).filter(|load| load.is_deferred()) else { return };
         let (promise, streamed) = (load.promise, load.streamed);

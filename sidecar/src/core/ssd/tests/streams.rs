@@ -1,4 +1,4 @@
-//! Prompts larger than the pool, which go on to their engine through a window of slots.
+//! Prompts larger than the pool: they go on to their engine through a window of slots.
 
 use std::collections::BTreeMap as Found;
 
@@ -11,13 +11,13 @@ use super::*;
 /// A prompt of three pools, and the blocks of one load.
 const PROMPT: u32 = 3 * DRAM_BLOCKS;
 const PART: u32 = 4;
-/// Blocks that a stream may read ahead: half of the pool.
+/// The limit of blocks read ahead for a stream: half of the pool.
 const WINDOW: usize = DRAM_BLOCKS as usize / 2;
-/// Milliseconds in which the engine computes a block, and in which the disk reads one.
+/// Milliseconds of a block in the engine, and at the disk.
 const COMPUTE_MS: u32 = 60;
 const READ_MS: u64 = 20;
 
-/// What became of a stream.
+/// The course of a stream.
 #[derive(Debug, Default)]
 struct Streamed {
     /// The answer's hits; 0: it was not streamed.
@@ -157,7 +157,7 @@ impl Scene {
     }
 }
 
-/// A prompt of three pools on the disk, of an engine that computes a block in `COMPUTE_MS`.
+/// A prompt of three pools on the disk, and its engine.
 fn large() -> Scene {
     judged(PROMPT, Some(COMPUTE_MS), Some(30_000))
 }

@@ -1,8 +1,8 @@
-//! Loads of streams: each has its blocks fetched when its turn has come, in the order of their keys, and gives
-//! those that came for it back at its end.
+//! Loads of streams: each has its blocks fetched in its turn, in the order of their keys, and gives the fetched
+//! ones back at its end.
 //!
-//! At most a window of blocks is read for them at once. Once a load is refused, so are all behind it: the
-//! engine computes the prompt from there.
+//! At most a window of blocks is read for them at once. A refusal of one load refuses all behind it: the engine
+//! computes the prompt from there.
 
 use shm_protocol::key::{BlockHash, BlockKey};
 use shm_protocol::message::Status;
@@ -16,7 +16,7 @@ use super::{
 /// A stream leaves half of the room for arrivals to others.
 const PARTS: u64 = 2;
 
-/// The blocks of a load that were sent for, or found in memory, in one go.
+/// Blocks of a load sent for, or found in memory, in one go.
 #[derive(Debug, Default)]
 struct TakenBlocks {
     slots: Vec<SlotRef>,
@@ -38,7 +38,7 @@ enum SentPart {
 // === impl Transfers ===
 
 impl Transfers {
-    /// Goes on with the streams whose loads came, moved or ended in this event.
+    /// Goes on with the streams moved by this event.
     pub(crate) fn go_on_streams(&mut self, queries: &mut Queries, base: &mut Base) {
         for session in std::mem::take(&mut self.moved_streams) {
             if let Some(stream) = queries.stream(session) {
@@ -48,7 +48,7 @@ impl Transfers {
         }
     }
 
-    /// Refuses what is left of streams that are slower than their engine, or too late; goes on with the others.
+    /// Refuses the rest of streams slower than their engine, or too late, and goes on with the others.
     pub(crate) fn end_due_streams(&mut self, queries: &mut Queries, base: &mut Base) {
         self.refuse_abandoned(queries, base);
         for session in queries.streaming() {
@@ -70,7 +70,7 @@ impl Transfers {
         }
     }
 
-    /// Refuses loads with blocks to be sent for whose stream has ended, since their engine was barred.
+    /// Refuses loads with blocks to be sent for after the end of their stream: the engine was barred.
     fn refuse_abandoned(&mut self, queries: &mut Queries, base: &mut Base) {
         let unsent = self.loads.iter().filter(|(_, load)| load.has_rest());
         let unsent: Vec<(OpKey, u64)> = unsent.map(|(key, load)| (*key, load.promise)).collect();
@@ -82,7 +82,7 @@ impl Transfers {
         }
     }
 
-    /// Notes that there may be more room for a scheduler's streamed loads.
+    /// Has a scheduler's streamed loads looked at: there may be more room.
     pub(crate) fn note_room(&mut self, session: SessionId, queries: &mut Queries) {
         if queries.stream(session).is_some() {
             self.moved_streams.insert(session);
@@ -118,8 +118,7 @@ impl Transfers {
         self.reading(session).0
     }
 
-    /// Returns the blocks read for a scheduler's streamed loads that have not ended, and how many of the loads'
-    /// blocks are missing.
+    /// Returns the number of blocks read for a scheduler's unended streamed loads, and of their missing blocks.
     fn reading(&self, session: SessionId) -> (usize, usize) {
         let loads = self.loads.range(operations(session)).map(|(_, load)| load);
         loads

@@ -17,6 +17,9 @@ const WINDOW: usize = DRAM_BLOCKS as usize / 2;
 const COMPUTE_MS: u32 = 60;
 const READ_MS: u64 = 20;
 
+/// A way to end a stream.
+type Leave<'a> = &'a dyn Fn(&mut Scene);
+
 /// The course of a stream.
 #[derive(Debug, Default)]
 struct Streamed {
@@ -72,10 +75,10 @@ fn follow(scene: &mut Scene, (log, op): (u32, u64), seen: &mut Streamed) {
                 }
                 status => seen.plain = Some((status, outcome.value)),
             },
-            Action::Outcome { session, op, outcome } if session == RANKS[0] => {
-                if outcome.status.is_refusal() {
-                    seen.refused.extend(seen.loads.get(&op));
-                }
+            Action::Outcome { session, op, outcome }
+                if session == RANKS[0] && outcome.status.is_refusal() =>
+            {
+                seen.refused.extend(seen.loads.get(&op));
             }
             Action::Copy { copy, load_op, pieces, .. } => {
                 if let Some(first) = seen.loads.get(&load_op) {
@@ -302,7 +305,7 @@ fn whoever_goes_leaves_nothing_of_a_stream() {
         core.queries.end_leases(SCHEDULER, &mut core.base.cx);
         scene.event(CoreEvent::Tick);
     };
-    let leave: [(&str, &dyn Fn(&mut Scene), bool); 6] = [
+    let leave: [(&str, Leave<'_>, bool); 6] = [
         ("bar", &bar, true),
         ("close", &close, true),
         ("hang-up", &hang_up, false),

@@ -8,6 +8,7 @@ mod promises;
 mod score;
 mod standing;
 mod states;
+mod streams;
 mod windows;
 mod worth;
 

@@ -15,7 +15,7 @@ use super::early::writes_loads;
 use super::waits::{AnsweredRun, WaitPhase};
 use super::{Base, Binding, FoundRun, Queries, Question, SessionId};
 use crate::core::arrivals::{Owed, SourceLane};
-use crate::core::worth::Over;
+use crate::core::worth::{Outlook, Over};
 
 /// The blocks read ahead for a stream take 1 of so many parts of its engine's share of the pool.
 const PART: u64 = 2;
@@ -46,6 +46,11 @@ impl Stream {
         self.question.op == op
     }
 
+    /// True if its blocks end before this key of the log.
+    pub(crate) fn ends_at(&self, key: u32) -> bool {
+        self.end == key
+    }
+
     /// Returns the limit of blocks read for its loads at once.
     pub(crate) fn window(&self, binding: &Binding, base: &Base) -> usize {
         window(binding, base) as usize
@@ -66,7 +71,9 @@ impl Stream {
     pub(crate) fn over(&self, missing: usize, base: &Base) -> Option<Over> {
         let begin = self.end.saturating_sub(self.left + missing as u32).max(self.question.from);
         let outlook = self.question.outlook(&self.owed, self.left, begin..self.end, self.moved_ms, base);
-        outlook.over(base.engines[self.question.session].load_wait)
+        // Idle sources have no rate.
+        let load_ms = outlook.load_ms.filter(|_| missing > 0);
+        Outlook { load_ms, ..outlook }.over(base.engines[self.question.session].load_wait)
     }
 }
 

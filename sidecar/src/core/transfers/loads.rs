@@ -40,6 +40,8 @@ pub(super) struct RunningLoad {
     streamed: bool,
     /// The blocks that came for it, as a part of a stream.
     brought: Vec<BlockKey>,
+    /// True if the stream ends with it: its last block is the parent of the engine's next one, and stays.
+    ends_stream: bool,
     step: u64,
     /// True if it may begin when the step before its own is done.
     early: bool,
@@ -97,6 +99,8 @@ impl Transfers {
         let (bound, ranks) = (base.engines[session].binding(), base.engines[session].world_size as usize);
         let early = queries.early(session, asked);
         let streamed = matches!(early, Some(Ok(EarlyBlocks::Streamed(_))));
+        let end = asked.keys.end();
+        let ends_stream = streamed && queries.stream(session).is_some_and(|stream| stream.ends_at(end));
         let promised = match early {
             Some(Ok(EarlyBlocks::Streamed(rest))) => {
                 let stream = queries.stream(session).filter(|stream| stream.has_promise(asked.lease));
@@ -133,6 +137,7 @@ impl Transfers {
             sent: base.cx.now,
             streamed,
             brought: Vec::new(),
+            ends_stream,
             step: asked.step,
             early: asked.flags.early(),
             sync: asked.flags.sync(),
@@ -310,7 +315,8 @@ impl Transfers {
             LoadPhase::Leased { .. } => {}
         }
         // The prompt is larger than the pool: others use the room better.
-        load.brought.iter().for_each(|key| _ = cx.dram.give_back(key));
+        let given_back = load.brought.len() - usize::from(load.ends_stream).min(load.brought.len());
+        load.brought[..given_back].iter().for_each(|key| _ = cx.dram.give_back(key));
         if load.streamed {
             self.moved_streams.insert(session);
         }

@@ -10,7 +10,8 @@ use shm_protocol::pool::SlotRef;
 
 use super::phases::{LoadEvent, LoadPhase};
 use super::{
-    Base, Binding, OpKey, Queries, RunningLoad, SessionId, Transfers, Waiter, operations, refuse_load,
+    Base, Binding, Context, OpKey, Queries, RunningLoad, SessionId, Transfers, Waiter, operations,
+    refuse_load,
 };
 
 /// A stream leaves half of the room for arrivals to others.
@@ -55,8 +56,8 @@ impl Transfers {
             let Some(stream) = queries.stream(session).filter(|stream| !stream.queue.is_empty()) else {
                 continue;
             };
-            let (reading, missing) = self.reading(session);
-            if reading > 0 && missing == 0 {
+            let (_, missing) = self.reading(session);
+            if missing == 0 && self.streamed(session).any(|load| !load.is_deferred()) {
                 // Its blocks are here: it waits for its engine.
                 stream.note_moved(base.cx.now_ms);
             }
@@ -120,10 +121,14 @@ impl Transfers {
 
     /// Returns the number of blocks read for a scheduler's unended streamed loads, and of their missing blocks.
     fn reading(&self, session: SessionId) -> (usize, usize) {
-        let loads = self.loads.range(operations(session)).map(|(_, load)| load);
+        let loads = self.streamed(session);
         loads
-            .filter(|load| load.streamed)
             .fold((0, 0), |(reading, missing), load| (reading + load.brought.len(), missing + load.missing()))
+    }
+
+    /// Returns a scheduler's unended streamed loads.
+    fn streamed(&self, session: SessionId) -> impl Iterator<Item = &RunningLoad> {
+        self.loads.range(operations(session)).map(|(_, load)| load).filter(|load| load.streamed)
     }
 
     /// Sends for the blocks of a stream's loads, in their order, as far as there is room.
@@ -148,13 +153,16 @@ impl Transfers {
 
     /// Sends for the next blocks of a deferred load.
     fn send_part(&mut self, key: OpKey, queries: &mut Queries, base: &mut Base) -> SentPart {
-        let (reading, _) = self.reading(key.0);
+        let (reading, under_way) = self.reading(key.0);
         let Some(stream) = queries.stream(key.0) else { return SentPart::Waits };
         let load = self.loads.get_mut(&key).expect("the caller found it");
         let LoadPhase::Deferred { missing, held, rest } = &mut load.phase else { return SentPart::Whole };
         // A load alone may be larger than the window.
         let window = if reading == 0 { rest.len() } else { stream.window(&load.binding, base) };
         let room = window.saturating_sub(reading);
+        if under_way > 0 && !is_worth_asking(room.min(rest.len()), rest.len(), &load.binding, &base.cx) {
+            return SentPart::Waits;
+        }
         let waiter = Waiter::Load { session: key.0, op: key.1 };
         let taken = take_blocks(rest, room, waiter, &load.binding, base);
         let count = taken.slots.len();
@@ -172,6 +180,14 @@ impl Transfers {
             || base.cx.arrivals.source(&binding.block_key(next)).is_some();
         if is_known { SentPart::Waits } else { SentPart::Absent }
     }
+}
+
+/// True if a source may be asked for the `rest` of a load, or for several of its blocks at once: half of a
+/// stream's room for arrivals. `room`: the most of them for now.
+fn is_worth_asking(room: usize, rest: usize, binding: &Binding, cx: &Context) -> bool {
+    let most = cx.arrivals.bytes_max() / PARTS;
+    let blocks = |bytes: u64| (bytes / binding.block_bytes()) as usize;
+    room.min(blocks(most.saturating_sub(cx.arrivals.bytes()))) >= rest.min(blocks(most / 2))
 }
 
 /// Holds or sends for the leading blocks of a run, `room` of them at most beside those in memory.

@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 from benches import harness
 from testkit import sessions
@@ -39,15 +40,19 @@ class Engine(sessions.Sessions):
         name: str = "bench",
         more: dict[str, str] | None = None,
         wait_max_ms: int | None = None,
+        part_blocks: int = 0,
     ) -> None:
-        """`more`: facts beside those of every bench."""
+        """`more`: facts beside those of every bench. With `part_blocks` the sidecar copies, and loads may come in parts."""
         self.fd = os.memfd_create("pillion-bench-kv")
         os.truncate(self.fd, (blocks + 1) * block_bytes)
         self.blocks = blocks
         facts = {"benchmark": "rig", "block_bytes": str(block_bytes)} | (more or {})
         regions = [(0, 0, block_bytes, block_bytes)]
         files = [self.fd]
-        super().__init__(path, name, blocks + 1, regions, facts, copier="engine", files=files, wait_max_ms=wait_max_ms)
+        copier: Literal["sidecar", "engine"] = "sidecar" if part_blocks else "engine"
+        super().__init__(
+            path, name, blocks + 1, regions, facts, copier=copier, files=files, wait_max_ms=wait_max_ms, part_blocks=part_blocks
+        )
 
     def save(self, hashes: list[bytes]) -> None:
         """Saves these keys with the blocks' present bytes, and returns when they are committed."""

@@ -185,6 +185,7 @@ impl EngineSetup {
             by_engine: true,
             early: false,
             part_blocks: 0,
+            streams: false,
             whole_blocks: 0,
             last: false,
             load_wait: LoadWait::default(),

@@ -220,6 +220,10 @@ impl Endpoint for Connection {
         self.welcome.hints
     }
 
+    fn knows_streams(&self) -> bool {
+        self.welcome.streams
+    }
+
     fn knows_acceptance(&self) -> bool {
         self.welcome.version >= ACCEPT_SINCE
     }

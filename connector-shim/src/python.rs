@@ -161,6 +161,7 @@ impl SchedulerSession {
                 by_engine,
                 early,
                 part_blocks,
+                streams: part_blocks > 0,
                 whole_blocks,
                 last: false,
                 load_wait,

@@ -5,6 +5,8 @@ mod last_key;
 #[path = "scheduler/load_wait.rs"]
 mod load_wait;
 mod peer;
+#[path = "scheduler/streams.rs"]
+mod streams;
 
 use std::time::Duration;
 
@@ -780,21 +782,4 @@ fn what_is_on_its_way_is_loaded_in_parts_and_never_synchronously() {
     let named: Vec<u32> = plans.iter().flat_map(|plan| plan.blocks.iter().map(|block| block.0)).collect();
     assert_eq!(named, blocks);
     assert!(!scheduler.arriving(log) && scheduler.post_load(log, 0, &[1], 3, false).is_empty());
-}
-
-#[test]
-fn a_long_load_has_no_more_parts_than_there_may_be() {
-    let peer = Peer::new(1);
-    let in_parts = |config: &mut SessionConfig| config.part_blocks = 1;
-    let (mut scheduler, mut served) = connected_with(&peer, BLOCK_BYTES, in_parts);
-    for (status, parts) in [(Status::Arriving, 50), (Status::Ok, 1)] {
-        let log = log_with(&mut scheduler, 100);
-        let op = scheduler.post_query(log, 0, 100).unwrap();
-        served.answer(op, status, 100);
-        assert_eq!(scheduler.poll(op), Some(100));
-        let blocks: Vec<u32> = (1..101).collect();
-        assert_eq!(scheduler.post_load(log, 0, &blocks, 3, false).len(), parts);
-        scheduler.end_step();
-        served.drain();
-    }
 }

@@ -120,7 +120,14 @@ impl Engine {
     /// Asks for all blocks of another engine's prompt.
     fn ask(&mut self) -> u64 {
         let op = self.next_op();
-        let query = Query { op, keys: LogKeys::new(0, 0..COUNT), arriving: true, awaits: true, last: false };
+        let query = Query {
+            op,
+            keys: LogKeys::new(0, 0..COUNT),
+            arriving: true,
+            awaits: true,
+            last: false,
+            streams: false,
+        };
         self.scheduler.post(SchedulerRequest::Query(query));
         op
     }

@@ -257,6 +257,9 @@ pub struct Welcome {
     /// True if the sidecar knows ADVISE, by which it gets the hints of clients. Other sidecars end the session over it.
     #[serde(default, skip_serializing_if = "is_false")]
     pub hints: bool,
+    /// True if the sidecar knows [`crate::message::QUERY_STREAM`]. Other sidecars end the session over it.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub streams: bool,
 }
 
 /// An invalid record, or one of a release without a common version.

@@ -77,6 +77,8 @@ pub const QUERY_WAIT_MS_MAX: u32 = 2_000;
 /// The largest limit of a scheduler for its pending queries, while blocks come faster than it computes, in
 /// milliseconds.
 pub const LOAD_WAIT_MS_MAX: u32 = 600_000;
+/// The most loads under an answer with more hits than the pool holds.
+pub const STREAM_PARTS_MAX: usize = 256;
 /// The limit of vLLM's connector, unless its user gives one.
 pub const LOAD_WAIT_MS: u32 = 30_000;
 /// The default preference for loading, in thousandths.

@@ -87,6 +87,9 @@ Status "status" {
     12 Mismatch "MISMATCH",
     /// An ADVISE: the engine's limit left some blocks out. `value` is the number of the others.
     13 Clipped "CLIPPED",
+    /// A query: `value` is the number of hits, more than the pool holds, and no slot of them is named
+    /// ([`QUERY_STREAM`]).
+    14 Streamed "STREAMED",
 }
 }
 
@@ -104,6 +107,9 @@ pub const QUERY_AWAIT: u8 = 2;
 /// `flags` of QUERY: find the last kept one of its keys. `value` is its place plus 1, and no other key is
 /// leased. Only with [`crate::handshake::Welcome::states`].
 pub const QUERY_LAST: u8 = 4;
+/// `flags` of QUERY: the sidecar may answer with [`Status::Streamed`]. Loads under such an answer may fail.
+/// Only with [`crate::handshake::Welcome::streams`].
+pub const QUERY_STREAM: u8 = 8;
 /// `flags` of LOAD: the load's step waits for it.
 pub const LOAD_SYNC: u8 = 1;
 /// `flags` of LOAD: the ranks copy from the pool themselves and report LOADED.
@@ -120,6 +126,9 @@ pub const ADVISE_ALONE: u8 = 1;
 /// `flags` of LOAD: its query was answered with [`Status::Arriving`], so some blocks may still be on their
 /// way.
 pub const LOAD_ARRIVING: u8 = 8;
+/// `flags` of LOAD: its query was answered with [`Status::Streamed`]: it has no slots yet, and may begin much
+/// later.
+pub const LOAD_STREAMED: u8 = 16;
 /// `data[0]` of CLOSE and ENDED: the conversation ends with this request. Earlier sidecars take it for a way in which
 /// answers end.
 pub const WAY_LAST: u32 = u32::MAX;

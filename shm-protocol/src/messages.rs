@@ -33,11 +33,13 @@ macro_rules! messages {
                     /// The keys, at most [`crate::layout::QUERY_KEYS`].
                     keys: LogKeys = ASKED,
                     /// The sidecar may answer while blocks are on their way.
-                    arriving: bool = flag_bit::<QUERY_ARRIVING, 3>(),
+                    arriving: bool = flag_bit::<QUERY_ARRIVING, 4>(),
                     /// Another engine computes these keys, or is about to.
-                    awaits: bool = flag_bit::<QUERY_AWAIT, 3>(),
+                    awaits: bool = flag_bit::<QUERY_AWAIT, 4>(),
                     /// Asks for the last kept one of the keys, and not for the leading hits.
-                    last: bool = flag_bit::<QUERY_LAST, 3>(),
+                    last: bool = flag_bit::<QUERY_LAST, 4>(),
+                    /// The sidecar may answer with more hits than its pool holds.
+                    streams: bool = flag_bit::<QUERY_STREAM, 4>(),
                 }
             }
             /// Promises to load keys.

@@ -17,8 +17,8 @@ use crate::hints::Advice;
 use crate::layout::CHUNK_KEYS;
 use crate::message::{
     ADVISE_ALONE, APPEND_CHUNKS, APPEND_PROMISED, APPEND_TAIL, DecodeError, Kind, LOAD_ARRIVING,
-    LOAD_BY_ENGINE, LOAD_EARLY, LOAD_SYNC, Message, QUERY_ARRIVING, QUERY_AWAIT, QUERY_LAST, SAVE_CHECKED,
-    SAVE_HANDOVER, Slot,
+    LOAD_BY_ENGINE, LOAD_EARLY, LOAD_STREAMED, LOAD_SYNC, Message, QUERY_ARRIVING, QUERY_AWAIT, QUERY_LAST,
+    QUERY_STREAM, SAVE_CHECKED, SAVE_HANDOVER, Slot,
 };
 
 /// Makes the requests of the list of messages, and their fields in a message.
@@ -250,7 +250,7 @@ impl Append {
 // === impl LoadFlags ===
 
 impl LoadFlags {
-    const KNOWN: u8 = LOAD_SYNC | LOAD_BY_ENGINE | LOAD_EARLY | LOAD_ARRIVING;
+    const KNOWN: u8 = LOAD_SYNC | LOAD_BY_ENGINE | LOAD_EARLY | LOAD_ARRIVING | LOAD_STREAMED;
 
     /// Makes flags; panics on unknown ones.
     pub fn new(bits: u8) -> Self {

@@ -138,12 +138,12 @@ fn hellos() -> impl Strategy<Value = (Hello, usize)> {
 
 fn replies() -> impl Strategy<Value = Reply> {
     let numbers = (any::<u64>(), any::<u64>(), any::<u64>(), any::<u64>(), any::<u64>());
-    let welcome = (numbers, "[0-9a-f]{32}", prop::option::of(".{0,200}"), any::<[bool; 5]>()).prop_map(
+    let welcome = (numbers, "[0-9a-f]{32}", prop::option::of(".{0,200}"), any::<[bool; 6]>()).prop_map(
         |(
             (epoch, session, lease_ttl_ms, pool_bytes, segment_bytes),
             ns,
             note,
-            [handover, tails, states, devices, hints],
+            [handover, tails, states, devices, hints, streams],
         )| {
             let version = PROTOCOL_VERSION;
             Reply::Welcome(Welcome {
@@ -161,6 +161,7 @@ fn replies() -> impl Strategy<Value = Reply> {
                 states,
                 devices,
                 hints,
+                streams,
             })
         },
     );

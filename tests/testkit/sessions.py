@@ -35,8 +35,9 @@ class Sessions:
         stream: int = 0,
         budget_us: int = QUERY_BUDGET_US,
         wait_max_ms: int | None = None,
+        part_blocks: int = 0,
     ) -> None:
-        """Memory is host memory, in `files`, or a GPU's, at `pointers`."""
+        """Memory is host memory, in `files`, or a GPU's, at `pointers`. With `part_blocks` loads come in parts."""
         # An id for this run alone.
         self.run = uuid.uuid4().bytes
         self.stream = stream
@@ -66,6 +67,7 @@ class Sessions:
             by_engine=copier == "engine",
             early=copier == "sidecar",
             wait_max_ms=wait_max_ms,
+            part_blocks=part_blocks,
         )
         wait_for(self._connected, "connection", failed=self.failed)
 

@@ -99,6 +99,7 @@ pub extern "C" fn pillion_scheduler_connect(
                 by_engine: !options.sidecar_copies,
                 early: options.early_loads,
                 part_blocks: 0,
+                streams: false,
                 whole_blocks: 0,
                 last: false,
                 load_wait: LoadWait::default(),

@@ -23,6 +23,8 @@ pub trait Endpoint {
     fn knows_devices(&self) -> bool;
     /// Whether the sidecar knows hints of clients.
     fn knows_hints(&self) -> bool;
+    /// Whether the sidecar knows answers with more hits than its pool holds.
+    fn knows_streams(&self) -> bool;
     /// Whether the sidecar keeps only what the engine accepted.
     fn knows_acceptance(&self) -> bool;
     /// Wakes the sidecar if it sleeps.

@@ -50,6 +50,8 @@ pub(crate) struct LogLease {
     pub(crate) first: u32,
     /// Some of these blocks were still on their way: they are loaded in parts, and no step may count on them.
     pub(crate) arriving: bool,
+    /// There are more of these blocks than the pool holds: the sidecar fetches them for their loads.
+    pub(crate) streamed: bool,
     /// Time when the query was posted, earlier than the sidecar's time of the lease.
     pub(crate) since: Instant,
 }

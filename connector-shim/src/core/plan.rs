@@ -6,7 +6,7 @@
 //! of the blocks, in the form of the header word of that name.
 
 use shm_protocol::layout::LOG_KEYS;
-use shm_protocol::message::{LOAD_ARRIVING, LOAD_BY_ENGINE, LOAD_SYNC};
+use shm_protocol::message::{LOAD_ARRIVING, LOAD_BY_ENGINE, LOAD_STREAMED, LOAD_SYNC};
 use shm_protocol::pool::SlotRef;
 use thiserror::Error;
 
@@ -22,7 +22,7 @@ pub struct Plan {
     pub epoch: u64,
     /// The namespace of the blocks, equal to the namespace of the rank; 0: none.
     pub namespace: u64,
-    /// [`LOAD_SYNC`], [`LOAD_BY_ENGINE`], [`LOAD_ARRIVING`].
+    /// [`LOAD_SYNC`], [`LOAD_BY_ENGINE`], [`LOAD_ARRIVING`], [`LOAD_STREAMED`].
     pub flags: u8,
     /// Each block of the engine with its slot in the pool.
     pub blocks: Vec<(u32, SlotRef)>,
@@ -66,7 +66,7 @@ impl Plan {
             return Err(PlanError("its length differs from its block count"));
         }
         let flags = u8::try_from(u32_at(header, 28)).map_err(|_| PlanError("unknown flags"))?;
-        if flags & !(LOAD_SYNC | LOAD_BY_ENGINE | LOAD_ARRIVING) != 0 {
+        if flags & !(LOAD_SYNC | LOAD_BY_ENGINE | LOAD_ARRIVING | LOAD_STREAMED) != 0 {
             return Err(PlanError("unknown flags"));
         }
         let blocks = rest.as_chunks::<BLOCK_BYTES>().0.iter().map(decode_block).collect::<Result<_, _>>()?;
@@ -87,6 +87,11 @@ impl Plan {
     /// True if some blocks may still be on their way to the pool.
     pub fn arriving(&self) -> bool {
         self.flags & LOAD_ARRIVING != 0
+    }
+
+    /// True if the blocks have no slots yet, and the load may begin much later.
+    pub fn streamed(&self) -> bool {
+        self.flags & LOAD_STREAMED != 0
     }
 }
 

@@ -48,6 +48,9 @@ pub struct SessionConfig {
     /// A query for at most this many blocks of another engine is answered once all of them have come: one
     /// step then loads them.
     pub whole_blocks: u32,
+    /// True if a query may be answered with more hits than the pool holds: they are loaded in parts, and any
+    /// part may fail. Only with `part_blocks`.
+    pub streams: bool,
     /// True if queries ask for the last kept key (as for states), not for the leading ones: only the last of
     /// the hits is kept.
     pub last: bool,

@@ -182,6 +182,7 @@ impl PyPolicy {
                 by_engine,
                 early: early[group],
                 part_blocks: machine.part_blocks(),
+                streams: set.may_stream(),
                 whole_blocks: if set.several() { 0 } else { machine.whole_blocks() },
                 last: set.forms[group].kind == GroupKind::State,
                 load_wait: options.load_wait(),
@@ -201,8 +202,7 @@ impl PyPolicy {
             sessions.push(py.detach(|| SchedulerClient::new(session))?);
         }
         // A drafter's KV may differ under one key.
-        let checks = loads && saves && !settings.several && !drafts;
-        let every = if checks { options.check_every } else { 0 };
+        let every = if loads && saves && !settings.several && !drafts { options.check_every } else { 0 };
         let policy = PolicyOptions {
             loads,
             saves,

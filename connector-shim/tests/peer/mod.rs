@@ -77,6 +77,7 @@ pub(crate) struct Peer {
     pub(crate) handover: bool,
     pub(crate) tails: bool,
     pub(crate) states: bool,
+    pub(crate) streams: bool,
 }
 
 /// The sidecar's end of one session.
@@ -103,7 +104,16 @@ impl Peer {
         let folder = std::env::temp_dir().join(format!("pillion-shim-{}-{number}", std::process::id()));
         std::fs::create_dir_all(&folder).unwrap();
         let (version, lease_ttl_ms) = (PROTOCOL_VERSION, LEASE_TTL_MS);
-        Self { folder, epoch, version, lease_ttl_ms, handover: true, tails: true, states: true }
+        Self {
+            folder,
+            epoch,
+            version,
+            lease_ttl_ms,
+            handover: true,
+            tails: true,
+            states: true,
+            streams: true,
+        }
     }
 
     pub(crate) fn socket(&self) -> PathBuf {
@@ -122,6 +132,7 @@ impl Peer {
             states: self.states,
             devices: true,
             hints: true,
+            streams: self.streams,
             ..welcome(self.epoch)
         };
         std::thread::spawn(move || {
@@ -200,6 +211,7 @@ pub(crate) fn welcome(epoch: u64) -> Welcome {
         states: true,
         devices: true,
         hints: true,
+        streams: true,
     }
 }
 

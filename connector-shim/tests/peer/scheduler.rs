@@ -19,6 +19,7 @@ pub(crate) fn options(peer: &Peer) -> SchedulerSetup {
             part_blocks: 0,
             whole_blocks: 0,
             last: false,
+            streams: false,
             load_wait: LoadWait::default(),
         },
         miss_wait_ms: None,

@@ -121,6 +121,7 @@ impl Setup {
             by_engine: self.machine.by_engine,
             early: false,
             part_blocks: self.machine.part_blocks(),
+            streams: false,
             whole_blocks: if set.several() { 0 } else { self.machine.whole_blocks() },
             last: form.kind == GroupKind::State,
             load_wait: LoadWait::default(),

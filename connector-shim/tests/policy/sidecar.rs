@@ -173,6 +173,10 @@ impl Endpoint for Wire {
         self.hints.get()
     }
 
+    fn knows_streams(&self) -> bool {
+        true
+    }
+
     fn knows_acceptance(&self) -> bool {
         true
     }

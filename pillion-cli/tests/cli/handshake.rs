@@ -197,6 +197,7 @@ fn session_says(socket: &Path, kv: &Kv, breach: &Breach) -> String {
                     part_blocks: 0,
                     whole_blocks: 0,
                     last: false,
+                    streams: false,
                     load_wait: LoadWait::default(),
                 },
                 miss_wait_ms,

@@ -70,6 +70,7 @@ impl Engine {
                     part_blocks: 0,
                     whole_blocks: 0,
                     last: false,
+                    streams: false,
                     load_wait: LoadWait::default(),
                 },
                 miss_wait_ms: None,

@@ -231,6 +231,7 @@ impl Session {
             arriving: false,
             awaits: false,
             last: false,
+            streams: false,
         }));
         self.outcome(op)
     }
@@ -328,6 +329,7 @@ pub(crate) fn query(op: u64, count: u32) -> SchedulerRequest {
         arriving: false,
         awaits: false,
         last: false,
+        streams: false,
     })
 }
 

@@ -148,7 +148,7 @@ pub(super) const NUMBER: FieldPlace<u64> = FieldPlace {
     ..OP
 };
 
-/// A flag of a kind with the flag 1, with the flags 1 and 2, or with the three flags 1, 2 and 4.
+/// A flag of a kind with the flag 1, with the flags 1 and 2, or with the four flags 1, 2, 4 and 8.
 pub(super) const fn flag_bit<const BIT: u8, const FLAGS: u32>() -> FieldPlace<bool> {
     FieldPlace {
         take: |message| {
@@ -156,7 +156,7 @@ pub(super) const fn flag_bit<const BIT: u8, const FLAGS: u32>() -> FieldPlace<bo
             let rule = match FLAGS {
                 1 => "this release knows only 1",
                 2 => "this release knows only 1 and 2",
-                _ => "this release knows only 1, 2 and 4",
+                _ => "this release knows only 1, 2, 4 and 8",
             };
             range(message, "flags", message.flags, known, rule)?;
             Ok(message.flags & BIT != 0)
@@ -168,7 +168,7 @@ pub(super) const fn flag_bit<const BIT: u8, const FLAGS: u32>() -> FieldPlace<bo
 pub(super) const LOAD_FLAGS: FieldPlace<LoadFlags> = FieldPlace {
     take: |message| {
         let known = message.flags & !LoadFlags::KNOWN == 0;
-        range(message, "flags", message.flags, known, "this release knows only 1, 2, 4 and 8")?;
+        range(message, "flags", message.flags, known, "this release knows only 1, 2, 4, 8 and 16")?;
         Ok(LoadFlags(message.flags))
     },
     put: |flags, message| message.flags = flags.0,

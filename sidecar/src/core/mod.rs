@@ -197,6 +197,9 @@ impl Core {
             CoreEvent::Tick => self.tick(),
             CoreEvent::Drain => {
                 base.cx.draining = true;
+                for session in queries.streaming() {
+                    transfers.end_stream(session, None, queries, base);
+                }
                 queries.answer_waits(base);
                 base.sources.tell_tiers(Notice::Draining, &mut base.cx);
             }
@@ -212,6 +215,7 @@ impl Core {
         // The slot of a removed block becomes free with its last hold, in any part of the core.
         base.cx.apply_evictions();
         self.queries.send_for_unsent(base);
+        self.transfers.go_on_streams(&mut self.queries, base);
         base.sources.go_on(&mut base.cx);
         base.sources.tell_changes(&mut self.announcer, &mut base.cx);
         if self.queries.tell_promises(|session, op| self.transfers.hands_over_up_to(session, op), base) {
@@ -265,6 +269,7 @@ impl Core {
     fn end_generation(&mut self, session: SessionId) -> Option<Binding> {
         let Self { base, queries, transfers, .. } = self;
         transfers.drop_unbound(session, &mut base.cx);
+        transfers.end_stream(session, None, queries, base);
         base.cx.produced.over = true;
         queries.end_leases(session, &mut base.cx);
         base.engines.end_generation(session, &mut base.cx)
@@ -347,11 +352,16 @@ impl Core {
                 queries.note_save(session, &save);
             }
             SchedulerRequest::Cancel(cancel) => transfers.cancel(session, cancel, base),
-            SchedulerRequest::Release { log } => queries.release_log(session, log, &mut base.cx)?,
+            SchedulerRequest::Release { log } => {
+                queries.release_log(session, log, &mut base.cx)?;
+                transfers.note_room(session, queries);
+            }
             SchedulerRequest::Close { log, way } => {
+                transfers.end_stream(session, Some(log), queries, base);
                 queries.close_log(session, (log, way), || transfers.newest_handover(session), base)?
             }
             SchedulerRequest::Ended { log, way } => {
+                transfers.end_stream(session, Some(log), queries, base);
                 queries.end_log(session, (log, way), || transfers.newest_handover(session), base)?
             }
             SchedulerRequest::Left { keys } => queries.leave_device(session, keys, base)?,
@@ -471,6 +481,7 @@ impl Core {
             self.tell_waiters(waiting, None);
         }
         self.transfers.refuse_late(&mut self.base);
+        self.transfers.end_due_streams(&mut self.queries, &mut self.base);
         self.transfers.drop_unaccepted(&mut self.base);
         self.queries.end_due_waits(&mut self.base);
         self.queries.look_again(&mut self.base);

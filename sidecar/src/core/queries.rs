@@ -11,6 +11,7 @@ mod early;
 mod key_logs;
 mod last;
 mod promises;
+mod streams;
 mod waits;
 mod windows;
 
@@ -27,8 +28,10 @@ use shm_protocol::request::{self, Advise, LogKeys, Query};
 use tiers::LeaseError;
 use tiers::dram::{EndedChain, Ending, HintedCounts, HolderId, LeaseId};
 
+pub(super) use self::early::EarlyBlocks;
 use self::key_logs::{KeyLog, KeyLogs, QueryLease};
 use self::promises::EndingPromises;
+pub(super) use self::streams::Stream;
 use self::waits::{Sent, Wait};
 use self::windows::{EnginePatience, Windows};
 use super::context::Context;
@@ -50,6 +53,8 @@ pub(super) struct Queries {
     unstood: Vec<Question>,
     windows: Windows,
     promises: EndingPromises,
+    /// Prompts with more blocks than the pool holds, at most one for each scheduler.
+    streams: BTreeMap<SessionId, Stream>,
 }
 
 /// A scheduler, as far as its questions need it.
@@ -75,6 +80,8 @@ struct Question {
     arriving: bool,
     /// True if another engine computes its blocks, or is about to.
     awaits: bool,
+    /// True if it may be answered with more hits than the pool holds.
+    streams: bool,
     asked: Duration,
 }
 
@@ -108,6 +115,7 @@ impl Queries {
     /// Removes a gone scheduler, with its questions and leases.
     pub(super) fn leave_scheduler(&mut self, session: SessionId, cx: &mut Context) {
         self.end_waits(session, cx);
+        self.streams.remove(&session);
         self.promises_may_differ();
         let asker = self.askers.remove(&session).expect("it has entered");
         asker.logs.leases().for_each(|lease| lease.release_lease(session, cx));
@@ -194,10 +202,11 @@ impl Queries {
         Ok(())
     }
 
-    /// Ends every lease and every wait of a session's logs.
+    /// Ends every lease, every wait and the stream of a session's logs.
     pub(super) fn end_leases(&mut self, session: SessionId, cx: &mut Context) {
         // Logs without a lease, of which there may be 65,536, cost nothing: each lease was paid for by a query.
         self.end_waits(session, cx);
+        self.streams.remove(&session);
         for log in self.askers[&session].logs.leased() {
             self.release_log(session, log, cx).expect("a leased log is open");
         }
@@ -274,12 +283,12 @@ impl Queries {
         query: Query,
         base: &mut Base,
     ) -> Result<(), Violation> {
-        let Query { op, keys: LogKeys { log, from, count }, arriving, awaits, last } = query;
+        let Query { op, keys: LogKeys { log, from, count }, arriving, awaits, last, streams } = query;
         self.askers[&session].logs.get(log)?;
         self.logs(session).known_mut(log).note_question(from, count);
         self.end_wait(session, log, &mut base.cx);
         let (first, asked) = (last.then_some(from), base.cx.now);
-        let question = Question { session, op, log, from, count, first, arriving, awaits, asked };
+        let question = Question { session, op, log, from, count, first, arriving, awaits, streams, asked };
         let waits = self.ask_question(question, base);
         base.cx.stats.waits += u64::from(waits);
         Ok(())

@@ -256,13 +256,29 @@ impl Sources {
 
     /// Returns the number of a run's first blocks in memory or to be brought there, as far as is known.
     pub(super) fn reach(&self, binding: &Binding, run: &[BlockHash], cx: &Context) -> usize {
+        self.walk_run(binding, run, cx, |_, _| {})
+    }
+
+    /// Does the same, and shows each of these blocks that is not in memory, with its source.
+    pub(super) fn walk_run(
+        &self,
+        binding: &Binding,
+        run: &[BlockHash],
+        cx: &Context,
+        mut see: impl FnMut(&BlockHash, Source),
+    ) -> usize {
         let (mut at, mut kept) = (0, Vec::with_capacity(run.len()));
         cx.dram.lookup(binding.namespace, run, &mut kept);
         for spans in 0.. {
             at += kept[at..].iter().take_while(|kept| **kept).count();
-            let found = self.tiers.iter().filter_map(|tier| tier.find(binding, &run[at..], spans, cx));
-            match found.map(|span| span.reach).max() {
-                Some(reach @ 1..) => at += reach,
+            let found = self.tiers.iter().filter_map(|tier| {
+                tier.find(binding, &run[at..], spans, cx).map(|span| (span.reach, tier.source()))
+            });
+            match found.max_by_key(|(reach, _)| *reach) {
+                Some((reach @ 1.., source)) => {
+                    (at..at + reach).filter(|at| !kept[*at]).for_each(|at| see(&run[at], source));
+                    at += reach;
+                }
                 _ => break,
             }
         }

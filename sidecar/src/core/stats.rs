@@ -40,6 +40,8 @@ pub struct CoreStats {
     pub waits_slower: u64,
     /// Queries answered while some of their blocks were on their way.
     pub early_answers: u64,
+    /// Queries answered with more blocks than the pool holds.
+    pub streamed_answers: u64,
     /// Requests for a prompt computed by another engine.
     pub handover_queries: u64,
     /// Handover requests without a wait, because no engine had produced blocks for earlier ones.

@@ -255,8 +255,14 @@ impl Harness {
     }
 
     pub(super) fn query(&mut self, log: u32, op: u64, from: u32, count: u32) -> Outcome {
-        let query =
-            Query { op, keys: LogKeys { log, from, count }, arriving: false, awaits: false, last: false };
+        let query = Query {
+            op,
+            keys: LogKeys { log, from, count },
+            arriving: false,
+            awaits: false,
+            last: false,
+            streams: false,
+        };
         self.ask(SchedulerRequest::Query(query));
         match self.out.pop() {
             Some(Action::Answer { outcome, .. } | Action::Outcome { outcome, .. }) => outcome,
@@ -725,6 +731,7 @@ fn violations_close_the_session() {
             arriving: false,
             awaits: false,
             last: false,
+            streams: false,
         }),
         SchedulerRequest::Append(append),
         SchedulerRequest::Save(save),

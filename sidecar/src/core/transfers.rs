@@ -8,7 +8,7 @@ mod pending;
 mod saves;
 mod scans;
 
-use std::collections::{BTreeMap, HashSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashSet, VecDeque};
 use std::time::Duration;
 
 use shm_protocol::key::BlockHash;
@@ -40,6 +40,8 @@ pub(super) struct Transfers {
     doubts: Doubts,
     scans: Scans,
     loads: BTreeMap<OpKey, RunningLoad>,
+    /// Schedulers with a streamed load that was posted, moved or ended in this event.
+    moved_streams: BTreeSet<SessionId>,
     /// Running copies, each with its begin.
     copies: BTreeMap<CopyId, (CopyOwner, Duration)>,
     /// The number of the last copy.

@@ -98,6 +98,9 @@ const COUNTERS: &[Figure<CoreStats>] = &[
         "Queries answered while some of their blocks were still on the way.",
         |s| s.early_answers,
     ),
+    ("query_streamed_answers_total", "Queries answered with more blocks than the pool holds.", |s| {
+        s.streamed_answers
+    }),
     ("handover_queries_total", "Requests that asked for a prompt which another engine computes.", |s| {
         s.handover_queries
     }),

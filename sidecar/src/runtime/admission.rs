@@ -309,6 +309,7 @@ impl Runtime {
             states: true,
             devices: true,
             hints: true,
+            streams: true,
         });
         let session = &self.sessions[&id];
         let terms = &self.terms;

@@ -76,6 +76,10 @@ impl Endpoint for Connection {
         true
     }
 
+    fn knows_streams(&self) -> bool {
+        true
+    }
+
     fn knows_acceptance(&self) -> bool {
         true
     }

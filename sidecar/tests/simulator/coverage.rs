@@ -106,6 +106,8 @@ const POINTS: &[&str] = &[
     "engine hands over",
     "engine early answer",
     "engine load in parts",
+    "engine streamed answer",
+    "engine load of a stream",
     "engine load refused",
     "engine lease reused",
     "engine lease renewed before the load",

@@ -1,5 +1,7 @@
 //! Holders of blocks, and evictions of other holders' blocks for a holder's new block.
 
+use shm_protocol::pool::Geometry;
+
 use super::{Dram, HolderId, Holdings, QuotaId};
 use crate::entries::{ListPlace, SlotState};
 use crate::ledger::HolderSet;
@@ -48,6 +50,24 @@ impl Dram {
     /// Returns the further bytes a holder may have filled, leased or promised.
     pub fn room(&self, holder: HolderId) -> u64 {
         self.room_without(holder, 0)
+    }
+
+    /// Returns the blocks of this size in a holder's share of the pool, as many holders as are at work now.
+    pub fn share_blocks(&self, block_bytes: u64) -> u64 {
+        self.slots_of(block_bytes) / self.at_work().max(1)
+    }
+
+    /// Returns the further blocks of this size that a holder may have filled, leased or held now, beside all
+    /// those that are.
+    pub fn holdable(&self, holder: HolderId, block_bytes: u64) -> u64 {
+        let pinned = self.stats.bytes_leased + self.ledger.filling();
+        let free = self.slots_of(block_bytes).saturating_sub(pinned.div_ceil(block_bytes));
+        free.min(self.room(holder) / block_bytes)
+    }
+
+    fn slots_of(&self, block_bytes: u64) -> u64 {
+        let geometry = Geometry::new(self.config.segment_bytes, block_bytes);
+        geometry.map_or(0, |geometry| self.stats.segments * u64::from(geometry.slot_count))
     }
 
     /// Returns the same as if `leased` fewer bytes were leased to it.

@@ -106,6 +106,7 @@ impl RingEngine {
             arriving: false,
             awaits: false,
             last: false,
+            streams: false,
         }))?;
         while self.memory.load_outcome(op).is_none() {
             if self.clock.now() - began > ANSWER_MAX {

@@ -135,6 +135,12 @@ impl GroupSet {
         self.forms.len() > 1
     }
 
+    /// True if a prompt's loaded part may end at any block that did not come: then more may be promised than
+    /// the sidecar's pool holds.
+    pub fn may_stream(&self) -> bool {
+        !self.several() && self.forms[0].kind == GroupKind::Full && self.forms[0].window == 0
+    }
+
     /// The groups with full attention, or the other ones, by number.
     pub fn groups_of(&self, others: bool) -> impl Iterator<Item = usize> {
         (0..self.forms.len()).filter(move |group| (self.forms[*group].kind != GroupKind::Full) == others)

@@ -3,8 +3,12 @@
 use std::ops::Deref;
 use std::time::{Duration, Instant};
 
-use shm_protocol::layout::{OPERATIONS, PROMISED_WAIT_MS_MAX, QUERY_KEYS, QUERY_WAIT_MS_MAX};
-use shm_protocol::message::{LOAD_ARRIVING, LOAD_BY_ENGINE, LOAD_EARLY, LOAD_SYNC, Outcome, Status};
+use shm_protocol::layout::{
+    OPERATIONS, PROMISED_WAIT_MS_MAX, QUERY_KEYS, QUERY_WAIT_MS_MAX, STREAM_PARTS_MAX,
+};
+use shm_protocol::message::{
+    LOAD_ARRIVING, LOAD_BY_ENGINE, LOAD_EARLY, LOAD_STREAMED, LOAD_SYNC, Outcome, Status,
+};
 use shm_protocol::request::{Load, LoadFlags, LogKeys, Query, SchedulerRequest};
 use shm_protocol::source::Source;
 
@@ -30,6 +34,8 @@ const ANSWER_MAX: Duration = Duration::from_secs(1);
 const AWAITING_MAX: Duration = Duration::from_millis(PROMISED_WAIT_MS_MAX as u64).saturating_add(PENDING_MAX);
 /// The most parts of a load: a few long requests must leave room among the 4,096 unanswered operations.
 const PARTS_MAX: usize = 64;
+/// The fewest parts of a load with more blocks than the pool holds.
+const STREAM_PARTS_MIN: usize = 16;
 /// The answer "not known yet: ask again".
 pub const PENDING: i64 = -1;
 
@@ -131,7 +137,8 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
         let op = self.next_op;
         let keys = LogKeys { log: number, from: start, count };
         let arriving = self.config.part_blocks > 0 && !(awaits && count <= self.config.whole_blocks);
-        let query = Query { op, keys, arriving, awaits, last };
+        let streams = self.config.streams && arriving && !awaits && !last && link.connection.knows_streams();
+        let query = Query { op, keys, arriving, awaits, last, streams };
         if link.submission.post(SchedulerRequest::Query(query)).is_none() {
             self.counters.queries_without_room += 1;
             return None;
@@ -274,7 +281,8 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
             ),
             _ => {}
         }
-        let arriving = outcome.status == Status::Arriving && self.config.part_blocks > 0;
+        let streamed = outcome.status == Status::Streamed && self.config.streams;
+        let arriving = streamed || outcome.status == Status::Arriving && self.config.part_blocks > 0;
         self.counters.queries_answered_early += u64::from(arriving);
         let is_hit = outcome.status == Status::Ok || arriving;
         let hits = if is_hit { outcome.value.min(question.count) } else { 0 };
@@ -283,7 +291,7 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
         };
         let (from, asked, since) = (question.from, question.count, question.posted);
         let first = if self.config.last { (from + hits).saturating_sub(1) } else { from };
-        let lease = LogLease { op, from, asked, hits, first, arriving, since };
+        let lease = LogLease { op, from, asked, hits, first, arriving, streamed, since };
         log.pending = None;
         log.lease = (hits > 0).then_some(lease);
         hits
@@ -346,12 +354,10 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
         let flags = flag(sync, LOAD_SYNC)
             | flag(self.config.by_engine, LOAD_BY_ENGINE)
             | flag(self.config.early, LOAD_EARLY)
-            | flag(lease.arriving, LOAD_ARRIVING);
+            | flag(lease.arriving, LOAD_ARRIVING)
+            | flag(lease.streamed, LOAD_STREAMED);
         let flags = LoadFlags::new(flags);
-        let part = match lease.arriving {
-            true => blocks.len().div_ceil(PARTS_MAX).max(self.config.part_blocks as usize),
-            false => blocks.len(),
-        };
+        let part = self.part_of_load(lease, blocks.len());
         let link = self.link.as_mut().expect("it has the lease");
         let (log, _) = link.logs.get(handle).expect("it has the lease");
         let mut plans = Vec::new();
@@ -371,6 +377,17 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
             link.flush();
         }
         plans
+    }
+
+    /// The blocks of each part of a load.
+    fn part_of_load(&self, lease: LogLease, blocks: usize) -> usize {
+        let usual = self.config.part_blocks as usize;
+        match (lease.streamed, lease.arriving) {
+            // More than the pool holds: several parts must fit into it at once.
+            (true, _) => blocks.div_ceil(STREAM_PARTS_MAX).max(usual.min(blocks / STREAM_PARTS_MIN)),
+            (_, true) => blocks.div_ceil(PARTS_MAX).max(usual),
+            _ => blocks,
+        }
     }
 
     /// The log's lease, if it covers `count` keys from `start` on. A synchronous load belongs to this step's

@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use shm_protocol::layout::QUERY_WAIT_MS_MAX;
+use shm_protocol::layout::{LOAD_WAIT_MS_MAX, QUERY_WAIT_MS_MAX};
 
 use crate::core::plan::Plan;
 
@@ -45,10 +45,13 @@ pub(crate) struct LoadProgress {
 
 impl CopyPatience {
     /// The limits of a planned load with `bytes` in it and ahead of it. Blocks still on their way have the
-    /// time of the longest query's wait.
+    /// time of the longest query's wait. The sidecar begins a streamed load, or refuses it, within its
+    /// scheduler's limit, and meanwhile moves the loads ahead of it.
     pub(crate) fn of_plan(plan: &Plan, bytes: u64) -> Self {
         let arrival = Duration::from_millis(u64::from(QUERY_WAIT_MS_MAX));
-        Self::new(if plan.arriving() { arrival } else { Duration::ZERO }, bytes)
+        let of_arrival = Self::new(if plan.arriving() { arrival } else { Duration::ZERO }, bytes);
+        let ahead = if plan.streamed() { LOAD_WAIT_MS_MAX } else { 0 };
+        Self { whole: of_arrival.whole + Duration::from_millis(u64::from(ahead)), ..of_arrival }
     }
 
     /// The limits of a load that the sidecar begins within `begins`; `bytes` are in it and ahead of it.
@@ -78,6 +81,8 @@ impl CopyPatience {
 
 #[cfg(test)]
 mod tests {
+    use shm_protocol::message::{LOAD_ARRIVING, LOAD_STREAMED};
+
     use super::*;
 
     const MS: Duration = Duration::from_millis(1);
@@ -93,6 +98,21 @@ mod tests {
         let stopped = now + (LOAD_DEADLINE - MS) * 99;
         assert!(!patience.is_over(at(99), stopped + LOAD_DEADLINE - MS));
         assert!(patience.is_over(at(99), stopped + LOAD_DEADLINE));
+    }
+
+    #[test]
+    fn a_streamed_load_waits_for_its_turn_while_the_loads_ahead_of_it_move() {
+        let plan = |flags| Plan { op: 1, epoch: 1, namespace: 1, flags, blocks: Vec::new() };
+        let streamed = CopyPatience::of_plan(&plan(LOAD_ARRIVING | LOAD_STREAMED), 0);
+        let early = CopyPatience::of_plan(&plan(LOAD_ARRIVING), 0);
+        let (now, seconds) = (crate::clock::read_clock(), |seconds| Duration::from_secs(seconds));
+        let at = |ended| LoadProgress { ended, cuts: 0 };
+        let ends = |mut patience: CopyPatience, moves: bool| {
+            (0..700)
+                .find(|second| patience.is_over(at(if moves { *second } else { 0 }), now + seconds(*second)))
+        };
+        assert_eq!((ends(early.clone(), true), ends(early, false)), (Some(10), Some(4)));
+        assert_eq!((ends(streamed.clone(), true), ends(streamed, false)), (Some(610), Some(4)));
     }
 
     #[test]

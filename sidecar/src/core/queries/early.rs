@@ -10,7 +10,7 @@ use shm_protocol::message::Status;
 use shm_protocol::pool::SlotRef;
 use shm_protocol::request;
 
-use super::waits::WaitPhase;
+use super::waits::{AnsweredRun, WaitPhase};
 use super::{Base, Binding, Context, FoundRun, Queries, Question, SessionId};
 
 /// Bytes on their way worth an early answer. A load without a waiting step costs its request about a step
@@ -18,6 +18,15 @@ use super::{Base, Binding, Context, FoundRun, Queries, Question, SessionId};
 const BYTES_MIN: u64 = 256 << 20;
 /// The same in a small pool: 1 of so many parts of the limit for arrivals.
 const PART: u64 = 16;
+
+/// The blocks of a load under an early answer.
+#[derive(Debug)]
+pub(crate) enum EarlyBlocks {
+    /// Each with the slot named for it.
+    Named(Vec<(BlockHash, SlotRef)>),
+    /// No slot was named: they are fetched for the load.
+    Streamed(Vec<BlockHash>),
+}
 
 // === impl Queries ===
 
@@ -29,10 +38,7 @@ impl Queries {
         let question = wait.question;
         // An incomplete run may still grow while its window is open.
         let may_grow = !whole && self.log(place.0, place.1).window.is_some();
-        // True if every rank has joined and leaves its loads to this process.
-        let writes_loads = base.engines.every_rank(place.0, |rank| !rank.by_engine);
-        if !question.arriving || may_grow || base.cx.draining || !writes_loads || !self.ends_soon(wait, base)
-        {
+        if !question.arriving || may_grow || !writes_loads(place.0, base) || !self.ends_soon(wait, base) {
             return;
         }
         let least = BYTES_MIN.min(base.cx.arrivals.bytes_max() / PART);
@@ -52,7 +58,7 @@ impl Queries {
         let wait = self.waits.get_mut(&place).expect("found above");
         base.cx.took(wait.timed(), wait.since);
         let before = std::mem::replace(&mut wait.held, held);
-        wait.phase = WaitPhase::Answered { slots: slots.clone(), until_ms };
+        wait.phase = WaitPhase::Answered { run: AnsweredRun::Named(slots.clone()), until_ms };
         if let Ok(Some(lease)) = self.asker(place.0).logs.take_lease(place.1) {
             lease.release_lease(place.0, &mut base.cx);
         }
@@ -92,22 +98,34 @@ impl Queries {
         (slots, held, coming)
     }
 
-    /// Returns the keys named by a load under an early answer, each with the slot named for it. `None`: the
-    /// load names no query answered early.
+    /// Returns the blocks of a load under an early answer. `None`: the load names no query answered early.
     pub(crate) fn early(
         &self,
         session: SessionId,
         asked: &request::Load,
-    ) -> Option<Result<Vec<(BlockHash, SlotRef)>, Status>> {
+    ) -> Option<Result<EarlyBlocks, Status>> {
         let request::LogKeys { log, from, count } = asked.keys;
         let wait = self.waits.get(&(session, log)).filter(|wait| wait.question.op == asked.lease)?;
-        let WaitPhase::Answered { slots, .. } = &wait.phase else { return None };
+        let WaitPhase::Answered { run, .. } = &wait.phase else { return None };
         let first = from.checked_sub(wait.question.from).map(|first| first as usize);
-        let slots = first.and_then(|first| slots.get(first..first + count as usize));
+        let part = first.map(|first| first..first + count as usize);
         // Such a load may fail: no step may wait for it, and no engine may copy it.
-        let slots = slots.filter(|_| !asked.flags.sync() && !asked.flags.by_engine());
+        let part = part.filter(|_| !asked.flags.sync() && !asked.flags.by_engine());
         let keys = self.log(session, log).some(from, count);
-        let named = slots.map(|slots| keys.iter().copied().zip(slots.iter().copied()).collect());
-        Some(named.ok_or(Status::LeaseUnknown))
+        let blocks = part.and_then(|part| match run {
+            AnsweredRun::Named(slots) => {
+                let named = keys.iter().copied().zip(slots.get(part)?.iter().copied());
+                Some(EarlyBlocks::Named(named.collect()))
+            }
+            AnsweredRun::Streamed(hits) => {
+                (part.end <= *hits as usize).then(|| EarlyBlocks::Streamed(keys.to_vec()))
+            }
+        });
+        Some(blocks.ok_or(Status::LeaseUnknown))
     }
+}
+
+/// True if every rank of a scheduler has joined, and leaves its loads to this process.
+pub(super) fn writes_loads(session: SessionId, base: &Base) -> bool {
+    !base.cx.draining && base.engines.every_rank(session, |rank| !rank.by_engine)
 }

@@ -1,6 +1,7 @@
 //! Queries waiting for blocks on their way.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::time::Duration;
 
 use shm_protocol::key::BlockKey;
@@ -37,19 +38,30 @@ pub(super) enum WaitPhase {
         whole: bool,
         rest: Rest,
     },
-    /// The slots of the query's hits were named early. Blocks already here are held until then.
-    Answered { slots: Vec<SlotRef>, until_ms: u64 },
+    /// The query's hits were named early. Blocks already here are held until then.
+    Answered { run: AnsweredRun, until_ms: u64 },
+}
+
+/// The run of an early answer.
+#[derive(Debug)]
+pub(super) enum AnsweredRun {
+    /// All of it was here or on its way, in these slots.
+    Named(Vec<SlotRef>),
+    /// So many blocks, more than the pool holds: each is fetched for its load.
+    Streamed(u32),
 }
 
 /// The rest of a run, for the rule of its wait.
 #[derive(Debug, Default)]
 pub(super) struct Rest {
     /// The bytes due from its sources.
-    owed: BTreeMap<SourceLane, Owed>,
+    pub(super) owed: BTreeMap<SourceLane, Owed>,
     /// Number of blocks to be requested later: more are not brought at once.
-    beyond: u32,
+    pub(super) beyond: u32,
+    /// Number of blocks of the scheduler's stream to be requested before.
+    ahead: u32,
     /// The end of the run among the keys of the log.
-    end: u32,
+    pub(super) end: u32,
     /// True once a block has come.
     came: bool,
 }
@@ -87,26 +99,19 @@ impl Wait {
     /// Returns the outlook for its blocks; `None`: it waits for something else.
     fn outlook(&self, base: &Base) -> Option<Outlook> {
         let WaitPhase::ForBlocks { open, rest, .. } = &self.phase else { return None };
-        let (Question { session, from, first, .. }, now_ms) = (self.question, base.cx.now_ms);
+        let Question { session, from, first, .. } = self.question;
         let binding = base.engines[session].binding()?;
-        let ahead = base.cx.arrivals.flows.ahead(&rest.owed, now_ms);
         let left = rest.beyond + *open as u32;
         // A block of use alone stands for all before it.
         let begin = if binding.parentless { 0 } else { first.unwrap_or(rest.end.saturating_sub(left)) };
-        let (beyond, keys) =
-            (f64::from(rest.beyond) * binding.block_bytes() as f64, begin..rest.end.max(from));
-        let behind_ms =
-            if rest.beyond == 0 { Some(0.0) } else { (ahead.rate > 0.0).then(|| beyond / ahead.rate) };
-        Some(Outlook {
-            waited_ms: now_ms.saturating_sub(self.question.asked_ms()),
-            still_ms: now_ms.saturating_sub(if rest.owed.is_empty() {
-                count_millis(self.since)
-            } else {
-                ahead.moved_ms
-            }),
-            load_ms: ahead.ms.zip(behind_ms).map(|(ahead_ms, behind_ms)| ahead_ms + behind_ms),
-            compute_ms: base.engines.compute_ms(session, keys),
-        })
+        let still_ms = if rest.owed.is_empty() { count_millis(self.since) } else { 0 };
+        Some(self.question.outlook(
+            &rest.owed,
+            rest.beyond + rest.ahead,
+            begin..rest.end.max(from),
+            still_ms,
+            base,
+        ))
     }
 
     /// Returns the reason to end a wait for blocks, if there is one. Promised blocks have another rule.
@@ -130,6 +135,29 @@ impl Wait {
 impl Question {
     pub(super) fn asked_ms(&self) -> u64 {
         count_millis(self.asked)
+    }
+
+    /// Returns the outlook for the blocks due from their sources, and for `beyond` further ones: in their
+    /// place the engine would compute `keys`. `moved_ms`: the last progress, if none of the sources is later.
+    pub(super) fn outlook(
+        self,
+        owed: &BTreeMap<SourceLane, Owed>,
+        beyond: u32,
+        keys: Range<u32>,
+        moved_ms: u64,
+        base: &Base,
+    ) -> Outlook {
+        let now_ms = base.cx.now_ms;
+        let ahead = base.cx.arrivals.flows.ahead(owed, now_ms);
+        let block_bytes = base.engines[self.session].binding().map_or(0, |binding| binding.block_bytes());
+        let bytes = f64::from(beyond) * block_bytes as f64;
+        let behind_ms = if beyond == 0 { Some(0.0) } else { (ahead.rate > 0.0).then(|| bytes / ahead.rate) };
+        Outlook {
+            waited_ms: now_ms.saturating_sub(self.asked_ms()),
+            still_ms: now_ms.saturating_sub(moved_ms.max(ahead.moved_ms)),
+            load_ms: ahead.ms.zip(behind_ms).map(|(ahead_ms, behind_ms)| ahead_ms + behind_ms),
+            compute_ms: base.engines.compute_ms(self.session, keys),
+        }
     }
 
     /// Counts the time since the question as time of a wait.
@@ -167,6 +195,9 @@ impl Queries {
     ) -> Sent {
         let rest = &self.wanted_keys(question)[hits as usize..];
         let asked = rest.len();
+        if let Some(stream) = self.ahead_in_stream(question, rest, binding, base) {
+            return self.wait_for_turn(question, (hits, stream), binding, base);
+        }
         // A run brought in parts leaves half of the room to others.
         let judged = self.is_judged(question, base);
         let parts = if judged { 2 } else { 1 };
@@ -178,7 +209,16 @@ impl Queries {
         let open = brought.coming.len();
         if open == 0 {
             self.unhold(question.session, brought.held, &mut base.cx);
-            return if judged { self.wait_for_turn(question, hits, binding, base) } else { Sent::Nothing };
+            if !judged {
+                return Sent::Nothing;
+            }
+            let sent = self.wait_for_turn(question, (hits, 0), binding, base);
+            // Its own blocks fill the pool: no further one can come first.
+            let is_full = base.cx.dram.holdable(binding.whose.holder, binding.block_bytes()) == 0;
+            if sent == Sent::Waits && hits > 0 && is_full {
+                self.answer_streamed((question.session, question.log), base);
+            }
+            return sent;
         }
         let reached = brought.held.len() + open;
         let whole = reached == asked;
@@ -192,16 +232,24 @@ impl Queries {
     }
 
     /// True if the rate of a question's engine is known. Promised blocks are not judged by it.
-    fn is_judged(&self, question: Question, base: &Base) -> bool {
+    pub(super) fn is_judged(&self, question: Question, base: &Base) -> bool {
         !question.awaits && base.engines.compute_ms(question.session, 0..1).is_some()
     }
 
-    /// Waits for a source at work for others: the question is asked again with each tick.
-    fn wait_for_turn(&mut self, question: Question, hits: u32, binding: &Binding, base: &mut Base) -> Sent {
+    /// Waits for a source at work for others, or for a stream with `ahead` blocks: the question is asked again
+    /// with each tick.
+    fn wait_for_turn(
+        &mut self,
+        question: Question,
+        (hits, ahead): (u32, u32),
+        binding: &Binding,
+        base: &mut Base,
+    ) -> Sent {
         let behind = &self.wanted_keys(question)[hits as usize..];
         let Some(lane) = base.sources.lane(binding, behind, &base.cx) else { return Sent::Nothing };
         let owed = BTreeMap::from([(lane, base.cx.arrivals.flows.owed_by(lane, question.asked_ms()))]);
-        let rest = self.rest_of_run(question, (hits, owed), binding, base);
+        let mut rest = self.rest_of_run(question, (hits, owed), binding, base);
+        rest.ahead = ahead;
         self.wait_if_worth(question, (Vec::new(), 0, false), rest, base)
     }
 
@@ -237,7 +285,7 @@ impl Queries {
         let behind = &self.wanted_keys(question)[reached as usize..];
         let judged = self.is_judged(question, base);
         let beyond = if judged { base.sources.reach(binding, behind, &base.cx) as u32 } else { 0 };
-        Rest { owed, beyond, end: question.from + reached + beyond, came: false }
+        Rest { owed, beyond, ahead: 0, end: question.from + reached + beyond, came: false }
     }
 
     /// True if a wait goes on after the end of its requested blocks.
@@ -269,7 +317,11 @@ impl Queries {
         let WaitPhase::ForBlocks { open, rest, .. } = &mut wait.phase else { return };
         *open -= 1;
         rest.came |= here.is_some();
-        if *open == 0 {
+        let is_last = *open == 0;
+        if here.is_some() && self.answer_streamed(place, base) {
+            return;
+        }
+        if is_last {
             self.all_ended(place, base);
         } else if here.is_some() {
             self.answer_early(place, base);
@@ -352,6 +404,7 @@ impl Queries {
     pub(super) fn end_wait(&mut self, session: SessionId, log: u32, cx: &mut Context) {
         let wait = self.waits.remove(&(session, log));
         wait.into_iter().for_each(|wait| self.unhold(session, wait.held, cx));
+        self.end_unused_stream(session, log);
     }
 
     /// Ends the waits of all queries of a session.

@@ -3,6 +3,7 @@
 
 mod score;
 mod states;
+mod streams;
 mod worth;
 
 use std::ops::Range;
@@ -176,8 +177,14 @@ impl Scene {
 
     fn post_query(&mut self, log: u32, count: u32) -> u64 {
         let op = self.next_op();
-        let query =
-            Query { op, keys: LogKeys::new(log, 0..count), arriving: false, awaits: false, last: false };
+        let query = Query {
+            op,
+            keys: LogKeys::new(log, 0..count),
+            arriving: false,
+            awaits: false,
+            last: false,
+            streams: false,
+        };
         self.ask(SchedulerRequest::Query(query));
         op
     }
@@ -576,7 +583,8 @@ fn a_load_waits_for_a_slow_disk_no_longer_than_a_question() {
     scene.event(CoreEvent::Tick);
     scene.engine.open(1, 0..8);
     let op = scene.next_op();
-    let query = Query { op, keys: LogKeys::new(1, 0..8), arriving: true, awaits: false, last: false };
+    let query =
+        Query { op, keys: LogKeys::new(1, 0..8), arriving: true, awaits: false, last: false, streams: false };
     scene.ask(SchedulerRequest::Query(query));
     let reads = scene.reads();
     scene.end(reads[0], Ok(()));

@@ -65,6 +65,7 @@ impl Harness {
             arriving: false,
             awaits: false,
             last: false,
+            streams: false,
         }));
     }
 }
@@ -152,7 +153,14 @@ fn no_engine_learns_a_slot_before_its_block_is_verified() {
     let mut engine = adopted();
     engine.open(0, 5..8);
     let keys = LogKeys::new(0, 0..3);
-    engine.ask(SchedulerRequest::Query(Query { op: 1, keys, arriving: true, awaits: false, last: false }));
+    engine.ask(SchedulerRequest::Query(Query {
+        op: 1,
+        keys,
+        arriving: true,
+        awaits: false,
+        last: false,
+        streams: false,
+    }));
     assert_eq!(engine.answer(), Some((Status::Pending, 0)));
     engine.verified(5, true);
     assert_eq!(engine.answer(), None, "a rank reads any slot with the header of a whole block");

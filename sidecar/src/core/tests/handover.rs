@@ -34,14 +34,18 @@ fn pair(core: Core, bytes: u64) -> Harness {
     engines
 }
 
+/// A query for blocks of another engine.
+fn awaiting(op: u64, keys: LogKeys, arriving: bool) -> SchedulerRequest {
+    SchedulerRequest::Query(Query { op, keys, arriving, awaits: true, last: false, streams: false })
+}
+
 impl Harness {
     /// D opens a log of these keys and asks for all of them.
     fn await_keys(&mut self, log: u32, op: u64, keys: std::ops::Range<u32>, arriving: bool) {
         self.speaker = D;
-        let query =
-            Query { op, keys: LogKeys::new(log, 0..keys.len() as u32), arriving, awaits: true, last: false };
+        let all = LogKeys::new(log, 0..keys.len() as u32);
         self.open(log, keys);
-        self.ask(SchedulerRequest::Query(query));
+        self.ask(awaiting(op, all, arriving));
         self.speaker = SCHEDULER;
     }
 
@@ -106,8 +110,7 @@ impl Harness {
     fn await_tail(&mut self, op: u64) {
         self.speaker = D;
         self.open_as(0, 0..3, false, true);
-        let query = Query { op, keys: LogKeys::new(0, 0..3), arriving: false, awaits: true, last: false };
-        self.ask(SchedulerRequest::Query(query));
+        self.ask(awaiting(op, LogKeys::new(0, 0..3), false));
         self.speaker = SCHEDULER;
     }
 

@@ -2,9 +2,11 @@
 //!
 //! A load under an early answer waits (`Deferred`) while some of its blocks are on their way; the arrived ones
 //! are held until its end. It goes on as any other load once its last block is here. It is refused if a block
-//! is late or not to be had: then nothing of it was written.
+//! is late or not to be had: then nothing of it was written. Blocks of a stream are sent for later
+//! ([`streams`]).
 
 mod phases;
+mod streams;
 
 use std::ops::ControlFlow::{Break, Continue};
 use std::time::Duration;
@@ -20,6 +22,7 @@ use super::{
     Transfers, Violation, operations,
 };
 use crate::core::arrivals::{WAIT_MS_MAX, Waiter};
+use crate::core::queries::EarlyBlocks;
 use crate::core::timing::{Timed, TimedPart};
 
 /// One LOAD message, until every rank has ended it.
@@ -31,12 +34,21 @@ pub(super) struct RunningLoad {
     /// Operation of the query for its blocks: the parts of one prompt share it.
     promise: u64,
     posted: Duration,
+    /// When its blocks were sent for.
+    sent: Duration,
+    /// True if it belongs to a stream.
+    streamed: bool,
+    /// The blocks that came for it, as a part of a stream.
+    brought: Vec<BlockKey>,
+    /// True if the stream ends with it: its last block is the parent of the engine's next one, and stays.
+    ends_stream: bool,
     step: u64,
     /// True if it may begin when the step before its own is done.
     early: bool,
     /// True if its step waits for it.
     pub(super) sync: bool,
     blocks: Vec<u32>,
+    /// The slots of its blocks, as far as these were sent for.
     slots: Vec<SlotRef>,
     binding: Binding,
     /// The last fence of another engine's blocks, among those loaded by ended parts of the same prompt.
@@ -48,6 +60,16 @@ pub(super) struct RunningLoad {
 impl RunningLoad {
     fn is_deferred(&self) -> bool {
         matches!(self.phase, LoadPhase::Deferred { .. })
+    }
+
+    /// True if it has blocks that were not sent for.
+    fn has_rest(&self) -> bool {
+        matches!(&self.phase, LoadPhase::Deferred { rest, .. } if !rest.is_empty())
+    }
+
+    /// Returns the number of its blocks on their way.
+    fn missing(&self) -> usize {
+        if let LoadPhase::Deferred { missing, .. } = self.phase { missing } else { 0 }
     }
 
     /// True if some rank waits for the begin of its copy.
@@ -75,9 +97,22 @@ impl Transfers {
         self.check_new(key)?;
         self.pending[&session].check_load()?;
         let (bound, ranks) = (base.engines[session].binding(), base.engines[session].world_size as usize);
-        let promised = match queries.early(session, asked) {
-            Some(named) => named.and_then(|named| {
-                let binding = bound.ok_or(Status::NotReady)?;
+        let early = queries.early(session, asked);
+        let streamed = matches!(early, Some(Ok(EarlyBlocks::Streamed(_))));
+        let end = asked.keys.end();
+        let ends_stream = streamed && queries.stream(session).is_some_and(|stream| stream.ends_at(end));
+        let promised = match early {
+            Some(Ok(EarlyBlocks::Streamed(rest))) => {
+                let stream = queries.stream(session).filter(|stream| stream.has_promise(asked.lease));
+                let waiting = bound.ok_or(Status::NotReady).and_then(|binding| {
+                    stream.ok_or(Status::Absent)?.queue.push_back(asked.op);
+                    Ok(binding)
+                });
+                let phase = LoadPhase::Deferred { missing: 0, held: Vec::new(), rest };
+                waiting.map(|binding| (phase, Vec::new(), binding))
+            }
+            Some(Err(status)) => Err(status),
+            Some(Ok(EarlyBlocks::Named(named))) => bound.ok_or(Status::NotReady).and_then(|binding| {
                 let waiter = Waiter::Load { session, op: asked.op };
                 let phase = park(&named, waiter, &binding, &mut base.cx)?;
                 Ok((phase, named.into_iter().map(|(_, slot)| slot).collect(), binding))
@@ -99,6 +134,10 @@ impl Transfers {
             parts: vec![if asked.flags.by_engine() { LoadPart::Left } else { LoadPart::Unstarted }; ranks],
             promise: asked.lease,
             posted: base.cx.now,
+            sent: base.cx.now,
+            streamed,
+            brought: Vec::new(),
+            ends_stream,
             step: asked.step,
             early: asked.flags.early(),
             sync: asked.flags.sync(),
@@ -120,6 +159,9 @@ impl Transfers {
         // These ranks began the load's step before their present session.
         for (_, worker) in base.engines.ranks(session).filter(|(_, worker)| worker.since >= asked.step) {
             self.change_part(key, worker.rank, PartEvent::Reported(false), &mut base.cx);
+        }
+        if streamed {
+            self.moved_streams.insert(session);
         }
         match is_deferred {
             true => self.unpark(key, base),
@@ -272,6 +314,12 @@ impl Transfers {
             }
             LoadPhase::Leased { .. } => {}
         }
+        // The prompt is larger than the pool: others use the room better.
+        let given_back = load.brought.len() - usize::from(load.ends_stream).min(load.brought.len());
+        load.brought[..given_back].iter().for_each(|key| _ = cx.dram.give_back(key));
+        if load.streamed {
+            self.moved_streams.insert(session);
+        }
         self.pending.get_mut(&session).into_iter().for_each(|pending| pending.loads -= 1);
     }
 
@@ -320,7 +368,10 @@ impl Transfers {
     /// Handles the end of a block awaited by a load. The load is refused if the block cannot be held.
     pub(crate) fn end_block(&mut self, key: OpKey, ended: Option<&BlockKey>, base: &mut Base) {
         let Some(load) = self.loads.get_mut(&key) else { return };
-        let LoadPhase::Deferred { missing, held } = &mut load.phase else { return };
+        let LoadPhase::Deferred { missing, held, .. } = &mut load.phase else { return };
+        if load.streamed {
+            self.moved_streams.insert(key.0);
+        }
         let holder = load.binding.whose.holder;
         let Some(here) = ended.and_then(|block| base.cx.dram.hold(block, holder)) else {
             return self.refuse_deferred(key, base);
@@ -333,7 +384,10 @@ impl Transfers {
     /// Begins a load once all of its blocks are here.
     fn unpark(&mut self, key: OpKey, base: &mut Base) {
         let Some(load) = self.loads.get(&key) else { return };
-        let LoadPhase::Deferred { missing: 0, held } = &load.phase else { return };
+        let LoadPhase::Deferred { missing: 0, held, rest } = &load.phase else { return };
+        if !rest.is_empty() {
+            return;
+        }
         debug_assert_eq!(held.len(), load.slots.len(), "all of its blocks are held");
         let (holder, scheduler) = (load.binding.whose.holder, &base.engines[key.0]);
         // The engine's other leases do not matter: blocks of an early answer are for their load.
@@ -349,20 +403,28 @@ impl Transfers {
         self.dispatch_load(key, base);
     }
 
-    /// Refuses loads that have waited for blocks as long as a question may. The blocks still arrive.
+    /// Refuses loads that have waited for blocks as long as a question may. The blocks still arrive. Blocks of
+    /// a stream have this time from when the last of them was sent for.
     pub(crate) fn refuse_late(&mut self, base: &mut Base) {
         let is_late = |load: &RunningLoad| {
-            load.is_deferred() && base.cx.now >= load.posted + Duration::from_millis(WAIT_MS_MAX)
+            let is_sent = load.is_deferred() && !load.has_rest();
+            is_sent && base.cx.now >= load.sent + Duration::from_millis(WAIT_MS_MAX)
         };
         let late: Vec<OpKey> =
             self.loads.iter().filter(|(_, load)| is_late(load)).map(|(key, _)| *key).collect();
         late.into_iter().for_each(|key| self.refuse_deferred(key, base));
     }
 
-    /// Refuses a load, because one of its blocks is not to be had. Nothing of it will be written.
+    /// Refuses a load, because one of its blocks is not to be had. Nothing of it will be written. In a
+    /// stream the loads behind it are refused, too.
     fn refuse_deferred(&mut self, key: OpKey, base: &mut Base) {
+        let Some(load) = self.loads.get(&key).filter(|load| load.is_deferred()) else { return };
+        let (promise, streamed) = (load.promise, load.streamed);
         self.change_load(key, LoadEvent::Refused, &mut base.cx);
         refuse_load(key, Status::Absent, base);
+        if streamed {
+            self.refuse_parts(key, promise, base);
+        }
     }
 }
 
@@ -387,7 +449,7 @@ fn park(
             return Err(Status::Absent);
         }
     }
-    Ok(LoadPhase::Deferred { missing, held })
+    Ok(LoadPhase::Deferred { missing, held, rest: Vec::new() })
 }
 
 /// Reports a refused load to ranks waiting for this process; the others find out by the slots' generations.

@@ -296,6 +296,7 @@ impl Scheduler {
         for RequestLoad { request, plan, sync } in part.loads {
             for (holds, point) in [
                 (plan.arriving(), "engine load in parts"),
+                (plan.streamed(), "engine load of a stream"),
                 (self.model.early, "engine early load"),
                 (self.model.by_engine, "engine load by engine"),
                 (!self.model.by_engine, "engine load by sidecar"),

@@ -126,6 +126,7 @@ impl Scheduler {
             by_engine: model.by_engine,
             early: model.early,
             part_blocks: model.machine.part_blocks(),
+            streams: model.second.is_none(),
             whole_blocks: model.machine.whole_blocks(),
             last: false,
             load_wait: LoadWait { most_ms: LOAD_WAIT_MS, ..LoadWait::default() },
@@ -226,8 +227,14 @@ impl Scheduler {
         let Some(ring) = self.policy.session(0).submission() else { return };
         // No log has this number.
         let log = shm_protocol::layout::LOGS as u32 - 1;
-        let query =
-            Query { op: 1, keys: LogKeys::new(log, 0..1), arriving: false, awaits: false, last: false };
+        let query = Query {
+            op: 1,
+            keys: LogKeys::new(log, 0..1),
+            arriving: false,
+            awaits: false,
+            last: false,
+            streams: false,
+        };
         if ring.post(SchedulerRequest::Query(query)).is_some() {
             self.policy.session(0).flush();
             ctx.hit("fault violation");

@@ -40,7 +40,8 @@ impl Life {
         ctx.note(|| format!("sidecar {}: does {action:?}", self.epoch));
         match action {
             Action::Answer { session, op, outcome, refs, sources, chunks, from } => {
-                self.check_answer((session, op), &refs, from, outcome.status == Status::Arriving);
+                ctx.cover.add("engine streamed answer", (outcome.status == Status::Streamed).into());
+                self.check_answer((session, op), &refs, from, outcome.status);
                 self.on(session, ctx, |session| {
                     session.write_refs(&chunks, from, &refs, &sources);
                     session.store_outcome(op, outcome);
@@ -143,7 +144,10 @@ impl Life {
         ctx.wakes.push((actor, ctx.now + 5 + ctx.rng.below(50)));
     }
 
-    fn check_answer(&self, (session, op): (SessionId, u64), refs: &[SlotRef], from: u32, arriving: bool) {
+    fn check_answer(&self, (session, op): (SessionId, u64), refs: &[SlotRef], from: u32, status: Status) {
+        if status == Status::Streamed {
+            return assert!(refs.iter().all(|slot| slot.offset == 0), "a streamed answer named a slot");
+        }
         let Some(peer) = self.sessions.get(&session).filter(|_| !refs.is_empty()) else { return };
         let base = self.namespaces[&peer.engine];
         let digest: NamespaceDigest = peer.salt.map_or(base, |salt| namespace::salt_namespace(base, salt));
@@ -153,7 +157,7 @@ impl Life {
         assert!(!is_barred, "session {session} was answered although it is barred");
         let keys = &peer.logs[&peer.asked[&op]][from as usize..];
         assert!(refs.len() <= keys.len(), "an answer of more keys than the log has");
-        self.ledger.answered(refs, digest, keys, arriving, self.pool.region());
+        self.ledger.answered(refs, digest, keys, status == Status::Arriving, self.pool.region());
     }
 
     /// Writes a header like the product. Occasionally the process is stopped half-way, permanently or for a

@@ -38,8 +38,14 @@ impl Scene {
     fn await_keys(&mut self, log: u32, keys: Range<u32>) -> u64 {
         let (op, count) = (self.next_op(), keys.len() as u32);
         self.engine.open(log, keys);
-        let query =
-            Query { op, keys: LogKeys::new(log, 0..count), arriving: false, awaits: true, last: false };
+        let query = Query {
+            op,
+            keys: LogKeys::new(log, 0..count),
+            arriving: false,
+            awaits: true,
+            last: false,
+            streams: false,
+        };
         self.ask(SchedulerRequest::Query(query));
         op
     }

@@ -50,7 +50,14 @@ impl Scene {
         let (op, count) = (self.next_op(), keys.len() as u32);
         self.engine.open(log, keys);
         let keys = LogKeys::new(log, 0..count);
-        self.ask(SchedulerRequest::Query(Query { op, keys, arriving: false, awaits: true, last: false }));
+        self.ask(SchedulerRequest::Query(Query {
+            op,
+            keys,
+            arriving: false,
+            awaits: true,
+            last: false,
+            streams: false,
+        }));
         op
     }
 

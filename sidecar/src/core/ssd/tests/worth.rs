@@ -12,10 +12,10 @@ use crate::core::tests::{RUN, changed, hello, rank_hello_of};
 /// Tokens of a block.
 const TOKENS: u32 = 100;
 /// Milliseconds between two looks.
-const TICK_MS: u64 = 100;
+pub(super) const TICK_MS: u64 = 100;
 
 /// An engine with so many milliseconds for a block, and a limit for the waits of its queries. The blocks 0..`count` are on the disk.
-fn judged(count: u32, block_ms: Option<u32>, wait_max_ms: Option<u32>) -> Scene {
+pub(super) fn judged(count: u32, block_ms: Option<u32>, wait_max_ms: Option<u32>) -> Scene {
     let mut engine = Harness::of(core(SsdAdmission::All));
     let facts = Facts::from([("block_tokens".to_owned(), TOKENS.to_string())]);
     let rank = changed(rank_hello_of(1, 0, BLOCK_BYTES), |rank| rank.facts = facts);

@@ -3,6 +3,7 @@
 use std::ops::ControlFlow::{self, Break, Continue};
 use std::time::Duration;
 
+use shm_protocol::key::BlockHash;
 use shm_protocol::pool::SlotRef;
 use tiers::dram::LeaseId;
 
@@ -12,8 +13,8 @@ use tiers::dram::LeaseId;
 /// end of the load.
 #[derive(Debug)]
 pub(super) enum LoadPhase {
-    /// So many blocks are missing and on their way, and the others are held.
-    Deferred { missing: usize, held: Vec<SlotRef> },
+    /// So many blocks are missing and on their way, the `rest` is not sent for yet, and the others are held.
+    Deferred { missing: usize, held: Vec<SlotRef>, rest: Vec<BlockHash> },
     /// All blocks are here since `ready`.
     Leased { lease: LeaseId, ready: Duration },
     /// The engine is gone: the lease is for running copies alone.

@@ -119,15 +119,18 @@ def main() -> None:
         router = Server([*command, "--prefill", alone, "--decode", answers], folder / "route.log", f"{routed}/health")
         stack.callback(router.kill)
         router.wait_ready()
-        warm_up = list(range(LENGTHS[0]))
-        Engine.computed = event(" a", "length", warm_up)
+        Engine.computed = event(" a", "length", [0])
+
+        def warm_up() -> list[int]:
+            # The second engine has answered every earlier prompt.
+            return [random.randrange(VOCABULARY) for _ in range(LENGTHS[0])]
 
         def passed_on() -> int:
             return metrics.totals(fetch(f"{routed}/metrics") or "").get("pillion_route_first_tokens_total", 0)
 
         # Until the router has asked both engines for their terms, first tokens come from the second one.
         wait_for(
-            lambda: bool(first_token(routed, warm_up) and passed_on()), "a first token that is passed on at once", WATCHDOG_S
+            lambda: bool(first_token(routed, warm_up()) and passed_on()), "a first token that is passed on at once", WATCHDOG_S
         )
         before = passed_on()
         for tokens in LENGTHS:

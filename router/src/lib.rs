@@ -128,8 +128,6 @@ pub struct RouteOptions {
     #[arg(long, env = "PILLION_ROUTE_LISTEN", default_value = "0.0.0.0:8000", value_name = "IP:PORT")]
     pub listen: IpPort,
     /// Least tokens for a prefill engine: a decode engine alone gets a prompt of which it has all but fewer tokens
-    ///
-    /// The router estimates tokens from bytes of text, by the counts in engines' answers.
     #[arg(long, env = "PILLION_MIN_REMOTE_TOKENS", default_value_t = 256, value_name = "TOKENS")]
     pub min_remote_tokens: u64,
     /// Most of a decode engine's time, in percent of any 10 s, for prompts that would wait longer for a prefill engine

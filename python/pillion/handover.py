@@ -33,10 +33,10 @@ def count_awaited(request: Request, prompt: int) -> int:
 
 
 def hints_of(request: Request) -> tuple[str | None, str | None]:
-    """The hints of the request's client as JSON: its params for Pillion, and vLLM's envelope. The policy refuses an empty text."""
-    own, envelope = vllm_compat.transfer_params(request).get("pillion"), vllm_compat.hint_envelope(request)
+    """The client's hints as JSON: the params for Pillion, and vLLM's envelope. The policy refuses an empty text."""
     try:
-        return *(None if part is None else json.dumps(part) for part in (own, envelope)),
+        own, envelope = vllm_compat.transfer_params(request).get("pillion"), vllm_compat.hint_envelope(request)
+        return json.dumps(own) if own else None, json.dumps(envelope) if envelope else None
     except (TypeError, ValueError, RecursionError):
         return "", None
 

@@ -126,8 +126,8 @@ class PromMetrics(KVConnectorPromMetrics):
         )
         self._hints = self._counter_cls(
             name="vllm:pillion_hints",
-            documentation="Hints of clients, by action and outcome. done: carried out; clipped: some blocks are beyond the engine's "
-            "limit; missing: some blocks are nowhere; refused: they break the schema, the engine's log says how.",
+            documentation="Hints of clients, by action and outcome. done: carried out; clipped: blocks are beyond a limit; "
+            "missing: blocks are nowhere; refused: they break the schema, the engine's log says how.",
             labelnames=[*labelnames, "action", "outcome"],
         )
         self._unkept = {

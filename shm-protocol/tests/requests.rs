@@ -102,7 +102,6 @@ fn every_bound_is_kept_to_the_last_value() {
     let flagged = |kind, flags| Message { flags, ..of(kind) };
     let replacing = |place| Message { from: 2, data: [0, place, 0, 0, 0, 0], ..of(Kind::Save) };
     let bundle = |bundle, set| Message { data: [bundle, set, 7, 7, 7, 7], ..of(Kind::Open) };
-    let advising = |action, seconds| Message { data: [action, seconds, 0, 0, 0, 0], ..of(Kind::Advise) };
     let cases = [
         (bundle(0, 0), bundle(1, 0), "OPEN with bundle 1: this release serves one bundle"),
         (bundle(0, 0), bundle(0, 1), "OPEN with set 1: this release serves one bundle"),
@@ -127,21 +126,6 @@ fn every_bound_is_kept_to_the_last_value() {
             Message { count: query_keys, ..of(Kind::Hint) },
             Message { count: query_keys + 1, ..of(Kind::Hint) },
             "HINT with count 65537: at most 65,536 keys",
-        ),
-        (advising(1, 3600), advising(1, 3601), "ADVISE with seconds 3601"),
-        (advising(2, 1), advising(2, 0), "ADVISE with seconds 0"),
-        (advising(3, 0), advising(4, 1), "ADVISE with seconds 1"),
-        (advising(4, 0), advising(5, 0), "ADVISE with action 5"),
-        (advising(3, 0), advising(0, 0), "ADVISE with action 0"),
-        (
-            Message { count: query_keys, ..advising(3, 0) },
-            Message { count: query_keys + 1, ..advising(3, 0) },
-            "ADVISE with count 65537: at most 65,536 keys",
-        ),
-        (
-            Message { flags: 1, ..advising(3, 0) },
-            Message { flags: 2, ..advising(3, 0) },
-            "ADVISE with flags 2",
         ),
         (flagged(Kind::Query, 15), flagged(Kind::Query, 16), "QUERY with flags 16"),
         (flagged(Kind::Load, 31), flagged(Kind::Load, 32), "LOAD with flags 32"),
@@ -219,4 +203,32 @@ fn unnamed_fields_are_ignored() {
         WorkerRequest::decode_slot(&loaded.encode_slot()),
         Ok(WorkerRequest::Loaded { op: 9, end: LoadEnd::Whole })
     );
+}
+
+#[test]
+fn advice_has_an_action_and_its_time() {
+    let advising =
+        |action, seconds| Message { data: [action, seconds, 0, 0, 0, 0], ..Message::new(Kind::Advise) };
+    let most = QUERY_KEYS as u32;
+    let cases = [
+        (advising(1, 3600), advising(1, 3601), "ADVISE with seconds 3601"),
+        (advising(2, 1), advising(2, 0), "ADVISE with seconds 0"),
+        (advising(3, 0), advising(4, 1), "ADVISE with seconds 1"),
+        (advising(4, 0), advising(5, 0), "ADVISE with action 5"),
+        (advising(3, 0), advising(0, 0), "ADVISE with action 0"),
+        (
+            Message { count: most, ..advising(3, 0) },
+            Message { count: most + 1, ..advising(3, 0) },
+            "ADVISE with count 65537: at most 65,536 keys",
+        ),
+        (
+            Message { flags: 1, ..advising(3, 0) },
+            Message { flags: 2, ..advising(3, 0) },
+            "ADVISE with flags 2",
+        ),
+    ];
+    for (kept, broken, text) in cases {
+        assert!(is_taken(kept), "{kept:?}");
+        assert!(refused(broken).starts_with(text), "{}", refused(broken));
+    }
 }

@@ -100,10 +100,11 @@ def test_a_client_s_hints_go_to_the_policy_as_they_are(engine: Any, own: Any, js
     assert [told[1:] for told in policy.told("follow_hints")] == [(json, None)]
 
 
-def test_a_request_without_hints_costs_no_call(engine: Any) -> None:
+@pytest.mark.parametrize("transfer", [None, AWAITS, {"pillion": {}}, {"pillion": None}, {"pillion": False}])
+def test_a_request_without_hints_costs_no_call(engine: Any, transfer: Any) -> None:
     """Also with routers' params."""
     _, policy = engine
-    _followed(engine, AWAITS)
+    _followed(engine, transfer)
     assert not policy.told("follow_hints")
 
 

@@ -9,7 +9,19 @@ from typing import Any
 
 import played
 import pytest
-from stage import BLOCK_BYTES, RESET, SETTLE, Stage, block_count, expect_right, generate, metrics, pillion, prompt_of, right_answers
+from stage import (
+    BLOCK_BYTES,
+    RESET,
+    SETTLE,
+    Stage,
+    block_count,
+    expect_right,
+    generate,
+    metrics,
+    pillion,
+    prompt_of,
+    right_answers,
+)
 
 from testkit import collector, sidecar
 
@@ -71,7 +83,10 @@ def test_vllms_envelope_goes_to_the_policy(monkeypatch: pytest.MonkeyPatch) -> N
     action = KvHintAction(action_id="a", action_type="pillion.pin", action_version="1", payload={"seconds": 60})
     envelope = KvHintsEnvelope(protocol_version="1", message_id="m", actions=[action])
     role.announced(played.request("one", kv_hints=envelope))
-    [[number, params, told]] = policy.told("follow_hints")
+    strange = KvHintsEnvelope(protocol_version="1", message_id="m", actions=[KvHintAction("a", "x", "1", {"x": object()})])
+    role.announced(played.request("two", kv_hints=strange))
+    [[number, params, told]] = policy.told("follow_hints")[:1]
+    assert policy.told("follow_hints")[1][1:] == ("", None), "it has no form in JSON"
     assert params is None and '"action_type": "pillion.pin"' in told and '"payload": {"seconds": 60}' in told
     policy.answers["take_notices"] = ([], [], [], [(number, [("pin", "clipped")])])
     played.step(role)

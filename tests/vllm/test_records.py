@@ -71,7 +71,9 @@ class Played:
         """Records `count` requests."""
         for number in range(count):
             self.records.keep(
-                f"request-{number}", headers, (number, (40, 8, 24), [16, 0, 8], "async", False, [0.1, 0.0, 0.2, 0.0, 0.3], False)
+                f"request-{number}",
+                headers,
+                (number, (40, 8, 24), [16, 0, 8], "async", False, [0.1, 0.0, 0.2, 0.0, 0.3], False),
             )
 
     def wait_ends(self, **ends: int) -> None:

@@ -4,7 +4,7 @@
 use serde_json::{Value, json};
 
 use super::engine::{ADAPTER, Asked, Engine, Manner};
-use super::{PARAMS, Router, answers, computes, said};
+use super::{FIRST, PARAMS, Router, answers, computes, said};
 
 const PROMPTS: usize = 30;
 
@@ -175,4 +175,21 @@ fn a_slash_at_the_end_leads_to_no_engine_s_own_address() {
     let router = Router::start(&[&computes().url()], &[&redirects.url()], &[]);
     let answer = router.raw("GET", "/docs", "");
     assert!(answer.contains("location: /docs/here?a=b\r\n"), "{answer}");
+}
+
+#[test]
+fn a_client_s_hints_alone_pass_to_both_engines_and_to_one() {
+    let (prefill, decode) = (computes(), answers());
+    let router = Router::start(&[&prefill.url()], &[&decode.url()], FIRST);
+    let hints = json!({ "last": true, "hints": [{ "action": "prefetch" }] });
+    for tokens in [256, 255] {
+        let mut asked = super::prompt(tokens);
+        asked[PARAMS]["pillion"] = json!({ "last": true, "hints": [{ "action": "prefetch" }], "tokens": 7 });
+        router.ask(&asked);
+    }
+    assert_eq!(prefill.asked()[0].json()[PARAMS]["pillion"], hints);
+    let mut told = said();
+    told["pillion"] = json!({ "last": true, "hints": [{ "action": "prefetch" }], "tokens": 256 });
+    assert_eq!(decode.asked()[0].json()[PARAMS], told);
+    assert_eq!(decode.asked()[1].json()[PARAMS], json!({ "pillion": hints }), "a short prompt");
 }

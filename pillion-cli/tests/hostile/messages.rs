@@ -71,11 +71,11 @@ const BREACHES: &[Breach] = &[
     breach("OPEN of a set there is not", "OPEN with set 2: this release serves one bundle", || {
         one(Message { data: [0, 2, 0, 0, 0, 0], ..of(Kind::Open) })
     }),
-    breach("QUERY with a flag of the future", "QUERY with flags 8", || {
-        one(Message { op: 9, count: 1, flags: 8, ..of(Kind::Query) })
+    breach("QUERY with a flag of the future", "QUERY with flags 16", || {
+        one(Message { op: 9, count: 1, flags: 16, ..of(Kind::Query) })
     }),
-    breach("LOAD with a flag of the future", "LOAD with flags 16", || {
-        one(Message { op: 9, count: 1, flags: 16, ..of(Kind::Load) })
+    breach("LOAD with a flag of the future", "LOAD with flags 32", || {
+        one(Message { op: 9, count: 1, flags: 32, ..of(Kind::Load) })
     }),
     at_odds("OPEN of an open log", "opened twice", || one(of(Kind::Open))),
     breach("APPEND of nothing", "APPEND with count 0", || one(Message { from: KEYS, ..of(Kind::Append) })),

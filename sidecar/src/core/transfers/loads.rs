@@ -55,6 +55,15 @@ pub(super) struct RunningLoad {
     fenced: Option<Duration>,
 }
 
+/// The blocks of a new load, and its place in a stream.
+struct PromisedBlocks {
+    phase: LoadPhase,
+    slots: Vec<SlotRef>,
+    binding: Binding,
+    streamed: bool,
+    ends_stream: bool,
+}
+
 // === impl RunningLoad ===
 
 impl RunningLoad {
@@ -96,39 +105,15 @@ impl Transfers {
         let key = (session, asked.op);
         self.check_new(key)?;
         self.pending[&session].check_load()?;
-        let (bound, ranks) = (base.engines[session].binding(), base.engines[session].world_size as usize);
-        let early = queries.early(session, asked);
-        let streamed = matches!(early, Some(Ok(EarlyBlocks::Streamed(_))));
-        let end = asked.keys.end();
-        let ends_stream = streamed && queries.stream(session).is_some_and(|stream| stream.ends_at(end));
-        let promised = match early {
-            Some(Ok(EarlyBlocks::Streamed(rest))) => {
-                let stream = queries.stream(session).filter(|stream| stream.has_promise(asked.lease));
-                let waiting = bound.ok_or(Status::NotReady).and_then(|binding| {
-                    stream.ok_or(Status::Absent)?.queue.push_back(asked.op);
-                    Ok(binding)
-                });
-                let phase = LoadPhase::Deferred { missing: 0, held: Vec::new(), rest };
-                waiting.map(|binding| (phase, Vec::new(), binding))
-            }
-            Some(Err(status)) => Err(status),
-            Some(Ok(EarlyBlocks::Named(named))) => bound.ok_or(Status::NotReady).and_then(|binding| {
-                let waiter = Waiter::Load { session, op: asked.op };
-                let phase = park(&named, waiter, &binding, &mut base.cx)?;
-                Ok((phase, named.into_iter().map(|(_, slot)| slot).collect(), binding))
-            }),
-            None => bound.ok_or(Status::NotReady).and_then(|binding| {
-                let (lease, slots) = queries.promise_lease(session, asked, &mut base.cx)?;
-                Ok((LoadPhase::Leased { lease, ready: base.cx.now }, slots, binding))
-            }),
-        };
-        let (phase, slots, binding) = match promised {
-            Ok(promised) => promised,
-            Err(status) => {
-                refuse_load(key, status, base);
-                return Ok(());
-            }
-        };
+        let ranks = base.engines[session].world_size as usize;
+        let PromisedBlocks { phase, slots, binding, streamed, ends_stream } =
+            match promise_blocks(session, asked, queries, base) {
+                Ok(promised) => promised,
+                Err(status) => {
+                    refuse_load(key, status, base);
+                    return Ok(());
+                }
+            };
         let load = RunningLoad {
             phase,
             parts: vec![if asked.flags.by_engine() { LoadPart::Left } else { LoadPart::Unstarted }; ranks],
@@ -426,6 +411,37 @@ impl Transfers {
             self.refuse_parts(key, promise, base);
         }
     }
+}
+
+/// Returns the blocks of a load, held or leased as far as they are here. Fails if no answer promised them.
+fn promise_blocks(
+    session: SessionId,
+    asked: &request::Load,
+    queries: &mut Queries,
+    base: &mut Base,
+) -> Result<PromisedBlocks, Status> {
+    let early = queries.early(session, asked).transpose()?;
+    let binding = base.engines[session].binding().ok_or(Status::NotReady)?;
+    let whole = |phase, slots| PromisedBlocks { phase, slots, binding, streamed: false, ends_stream: false };
+    Ok(match early {
+        Some(EarlyBlocks::Streamed(rest)) => {
+            let stream = queries.stream(session).filter(|stream| stream.has_promise(asked.lease));
+            let stream = stream.ok_or(Status::Absent)?;
+            stream.queue.push_back(asked.op);
+            let phase = LoadPhase::Deferred { missing: 0, held: Vec::new(), rest };
+            let ends_stream = stream.ends_at(asked.keys.end());
+            PromisedBlocks { phase, slots: Vec::new(), binding, streamed: true, ends_stream }
+        }
+        Some(EarlyBlocks::Named(named)) => {
+            let waiter = Waiter::Load { session, op: asked.op };
+            let phase = park(&named, waiter, &binding, &mut base.cx)?;
+            whole(phase, named.into_iter().map(|(_, slot)| slot).collect())
+        }
+        None => {
+            let (lease, slots) = queries.promise_lease(session, asked, &mut base.cx)?;
+            whole(LoadPhase::Leased { lease, ready: base.cx.now }, slots)
+        }
+    })
 }
 
 /// Takes a load under an early answer: it waits for those of its `named` blocks still on their way. Fails if

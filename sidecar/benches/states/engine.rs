@@ -127,6 +127,14 @@ impl Endpoint for Wire {
         true
     }
 
+    fn knows_hints(&self) -> bool {
+        false
+    }
+
+    fn knows_streams(&self) -> bool {
+        false
+    }
+
     fn knows_acceptance(&self) -> bool {
         true
     }
@@ -151,6 +159,7 @@ impl Host {
             part_blocks: 0,
             whole_blocks: 0,
             last: has_states,
+            streams: false,
             load_wait: LoadWait::default(),
         };
         let mut session = EngineSession::new(config, Arc::new(Notices::default()));

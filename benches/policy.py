@@ -1,11 +1,11 @@
 """Hit ratios of the DRAM tier's eviction policy, on three traces and on generated ones: see `tiers/benches/policy.rs`.
 
-    benches/run policy [--trace FILE] [--shared | --disk | --forecast]
+    benches/run policy [--trace FILE] [--shared | --disk | --forecast | --constants]
 
 `--shared` replays a trace in rooms shared by two namespaces, and in two pods; `--disk` in DRAM with a disk below it;
-`--forecast` says how far hit ratios foretold for other rooms are from those measured there. FILE has one JSON object a line
-with `hash_ids`, as those in `benches/traces/`, compressed by gzip or not; then nothing but it is replayed.
-The last line is JSON.
+`--forecast` says how far hit ratios foretold for other rooms are from those measured there; `--constants` compares other
+constants of the policy (`benches/constants.py`). FILE has one JSON object a line with `hash_ids`, as those in `benches/traces`,
+compressed by gzip or not; then nothing but it is replayed. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from benches import harness, traces
+from benches import constants, harness, traces
 
 BENCH = ("cargo", "bench", "--quiet", "--package", "tiers", "--bench", "policy", "--")
 
@@ -52,9 +52,14 @@ def main() -> None:
     parser.add_argument("--shared", action="store_true", help="rooms of two namespaces, and two pods")
     parser.add_argument("--disk", action="store_true", help="DRAM with a disk of three times its room")
     parser.add_argument("--forecast", action="store_true", help="what is foretold of other rooms")
+    parser.add_argument("--constants", action="store_true", help="other constants of the policy, judged on held-out traces")
     options = parser.parse_args()
     kinds = [kind for kind in ("shared", "disk", "forecast") if getattr(options, kind)]
     with tempfile.TemporaryDirectory() as directory:
+        if options.constants:
+            files = traces.FILES.items()
+            constants.compare(BENCH, {name: plain(Path(directory), name, trace) for name, trace in files})
+            return
         if kinds:
             replayed = dict.fromkeys(kinds, options.trace or traces.FILES["conversation"])
         elif options.trace:

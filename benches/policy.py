@@ -1,12 +1,12 @@
 """Hit ratios of the DRAM tier's eviction policy, on three traces and on generated ones: see `tiers/benches/policy.rs`.
 
-    benches/run policy [--trace FILE] [--shared | --disk | --forecast | --states]
+    benches/run policy [--trace FILE] [--shared | --disk | --forecast | --states | --constants]
 
 `--shared` replays a trace in rooms shared by two namespaces, and in two pods; `--disk` in DRAM with a disk below it;
 `--forecast` says how far hit ratios foretold for other rooms are from those measured there. `--states` replays the agents'
-trace for a model with states beside full attention: see `sidecar/benches/states/main.rs`. FILE has one JSON object a line
-with `hash_ids`, as those in `benches/traces/`, compressed by gzip or not; then nothing but it is replayed.
-The last line is JSON.
+trace for a model with states beside full attention: see `sidecar/benches/states/main.rs`. `--constants` compares other
+constants of the policy (`benches/constants.py`). FILE has one JSON object a line with `hash_ids`, as those in
+`benches/traces/`, compressed by gzip or not; then nothing but it is replayed. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from benches import harness, traces
+from benches import constants, harness, traces
 
 STATES = ("cargo", "bench", "--quiet", "--package", "sidecar", "--bench", "states", "--")
 # The longest prompt: the model has 262,144 tokens with its answer.
@@ -68,6 +68,7 @@ def main() -> None:
     parser.add_argument("--disk", action="store_true", help="DRAM with a disk of three times its room")
     parser.add_argument("--forecast", action="store_true", help="what is foretold of other rooms")
     parser.add_argument("--states", action="store_true", help="a model with states beside full attention")
+    parser.add_argument("--constants", action="store_true", help="other constants of the policy, judged on held-out traces")
     options = parser.parse_args()
     kinds = [kind for kind in ("shared", "disk", "forecast") if getattr(options, kind)]
     with tempfile.TemporaryDirectory() as directory:
@@ -75,6 +76,10 @@ def main() -> None:
             name = "trace" if options.trace else "agents"
             file = with_answers(Path(directory), options.trace or traces.FILES[name])
             subprocess.run([*STATES, name, file], check=True)
+            return
+        if options.constants:
+            files = traces.FILES.items()
+            constants.compare(BENCH, {name: plain(Path(directory), name, trace) for name, trace in files})
             return
         if kinds:
             replayed = dict.fromkeys(kinds, options.trace or traces.FILES["conversation"])

@@ -309,6 +309,27 @@ def test_a_first_token_of_another_engine_changes_no_byte(servers: Servers) -> No
     assert 3 <= passed < 50
 
 
+def test_usage_counts_a_first_token_of_another_engine(servers: Servers) -> None:
+    """Also the cached tokens are those of the prefill engine, which has computed all of them."""
+
+    def passed() -> float:
+        return metrics.totals(fetch(f"{servers.first_token_url}/metrics") or "")[FIRST_TOKENS]
+
+    before = passed()
+    for at in range(150, 200):
+        with servers.open(servers.first_token_url, _prompt(at), stream_options={"include_usage": True}) as answer:
+            routed = answer.read().decode()
+        if passed() > before:
+            break
+    with servers.open(servers.computes_url, _prompt(at), stream_options={"include_usage": True}) as answer:
+        right = answer.read().decode()
+    usages = [json.loads(raw.split("\n\n")[-3].removeprefix("data: "))["usage"] for raw in (routed, right)]
+    assert usages[0].pop("prompt_tokens_details") == {"cached_tokens": 0}
+    usages[1].pop("prompt_tokens_details")
+    assert usages[0] == usages[1]
+    assert "".join(TEXT.findall(routed)) == "".join(TEXT.findall(right))
+
+
 def test_a_first_token_comes_before_the_other_engine_answers(servers: Servers) -> None:
     """The decode engine is frozen meanwhile."""
     streams = ((prompt, servers.stream(servers.answers_url, prompt)) for prompt in map(_prompt, range(50, 100)))

@@ -7,7 +7,7 @@ use tokio::time::Instant;
 
 use super::body::Fields;
 use super::placement::{DecodeOffer, TimeBudget};
-use super::prompt_times::{MeanTime, PromptTimes, TimeLine};
+use super::prompt_times::{KnownTimes, MeanTime, PromptTimes};
 
 /// After a lost prompt no prompt is expected at its engine for this long; twice as long after each further one.
 const LOST_PAUSE: Duration = Duration::from_secs(1);
@@ -54,17 +54,17 @@ impl AlonePrompt {
 // === impl EnginePrompts ===
 
 impl EnginePrompts {
-    /// Returns the offer to compute a prompt alone, `None` without known times; `line` is of an engine with answers. With
+    /// Returns the offer to compute a prompt alone, `None` without known times; `other` is of an engine with answers. With
     /// `is_idle` the engine has no answers to lengthen.
     pub(super) fn offer_prompt(
         &mut self,
         tokens: u64,
-        line: Option<TimeLine>,
+        other: Option<KnownTimes>,
         share: f64,
         is_idle: bool,
         now: Instant,
     ) -> Option<DecodeOffer> {
-        let expected = self.times.expect_prompt(tokens, line, now)?;
+        let expected = self.times.expect_prompt(tokens, other, now)?;
         let has_room = is_idle || self.budget.has_room(expected.work, share, now);
         Some(DecodeOffer { expected, has_room })
     }

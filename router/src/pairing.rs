@@ -137,16 +137,16 @@ impl Router {
         if share == 0.0 || prefill.is_trial_due(now) {
             return None;
         }
-        let (mut both, line) = {
+        let (mut both, other) = {
             let mut prompts = prefill.prompts();
-            (prompts.times.expect_prompt(unknown, None, now)?, prompts.times.line())
+            (prompts.times.expect_prompt(unknown, None, now)?, prompts.times.known(now))
         };
         if !begins {
             both.wait +=
                 engines.first().and_then(|(engine, _)| engine.prompts().hand_over.seconds()).unwrap_or(0.0);
         }
         let offer = |(engine, unknown): &(Arc<RouteEngine>, u64)| {
-            engine.prompts().offer_prompt(*unknown, line, share, engine.under_way() == 0, now)
+            engine.prompts().offer_prompt(*unknown, other, share, engine.under_way() == 0, now)
         };
         let offers: Vec<_> = engines.iter().map(offer).collect::<Option<_>>()?;
         let target = self.options.ttft_target.map(|target| target.as_millis() as f64 / 1e3);

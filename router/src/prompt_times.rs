@@ -20,9 +20,17 @@ const EXCESS_HALF: Duration = Duration::from_secs(10);
 
 /// The time of a prompt at an idle engine: seconds before, and for each token.
 #[derive(Copy, Clone, Debug, PartialEq)]
-pub(super) struct TimeLine {
+struct TimeLine {
     start: f64,
     per_token: f64,
+}
+
+/// The learned times of an engine.
+#[derive(Copy, Clone, Debug, PartialEq)]
+pub(super) struct KnownTimes {
+    line: TimeLine,
+    /// Mean seconds of the last answers beyond the line.
+    excess: f64,
 }
 
 /// The expected seconds of one prompt at one engine.
@@ -163,26 +171,29 @@ impl PromptTimes {
         rest + self.open.iter().skip(1).map(|open| open.tokens).sum::<f64>()
     }
 
-    /// Returns the expected time of a prompt of so many tokens; `other` is the line of an engine with answers, for prompts longer than all of
-    /// this one. `None` without either line.
+    /// Returns the expected time of a prompt of so many tokens; `other` is of an engine with answers, for prompts longer than all of this
+    /// one. An engine without answers is expected to be like the other one. `None` without either.
     pub(super) fn expect_prompt(
         &mut self,
         tokens: u64,
-        other: Option<TimeLine>,
+        other: Option<KnownTimes>,
         now: Instant,
     ) -> Option<ExpectedTime> {
-        let line = self.line.or(other)?;
+        let KnownTimes { line, excess } = self.known(now).or(other)?;
         let longest = self.samples.iter().map(|(tokens, _)| *tokens).fold(0.0, f64::max);
         let seconds = |tokens: f64| match other {
-            Some(other) => line.seconds(tokens.min(longest)) + other.per_token * (tokens - longest).max(0.0),
+            Some(other) => {
+                line.seconds(tokens.min(longest)) + other.line.per_token * (tokens - longest).max(0.0)
+            }
             None => line.seconds(tokens),
         };
-        let wait = seconds(self.open_tokens(now)) - line.start + self.excess(now);
+        let wait = seconds(self.open_tokens(now)) - line.start + excess;
         Some(ExpectedTime { wait, work: seconds(tokens as f64) })
     }
 
-    pub(super) fn line(&self) -> Option<TimeLine> {
-        self.line
+    /// Returns the learned times, `None` without answers.
+    pub(super) fn known(&self, now: Instant) -> Option<KnownTimes> {
+        self.line.map(|line| KnownTimes { line, excess: self.excess(now) })
     }
 
     /// Returns the learned tokens a second, beyond what every prompt takes.
@@ -243,8 +254,8 @@ mod tests {
         let mut prompts: Vec<_> = lengths.zip([0.0, 0.3].into_iter().cycle()).collect();
         prompts[9].1 = -(prompts[9].0 as f64) / RATE;
         let (times, _) = learned(&prompts);
-        assert!(is_near(times.tokens_per_second().unwrap(), RATE), "{:?}", times.line());
-        assert!(is_near(times.line().unwrap().start, START), "{:?}", times.line());
+        assert!(is_near(times.tokens_per_second().unwrap(), RATE), "{:?}", times.line);
+        assert!(is_near(times.line.unwrap().start, START), "{:?}", times.line);
     }
 
     #[test]
@@ -283,6 +294,8 @@ mod tests {
         let before = wait(&mut times, now);
         assert!(before > 0.25, "{before}");
         assert!(is_near(wait(&mut times, now + EXCESS_HALF), before / 2.0));
+        let other = PromptTimes::default().expect_prompt(1000, times.known(now), now).unwrap();
+        assert_eq!(other.wait, before, "an engine without answers is expected to be no better");
     }
 
     #[test]
@@ -290,11 +303,11 @@ mod tests {
         // By short prompts alone each token seems to take long.
         let (mut short, now) = learned(&[(300, 0.03)]);
         let (mut other, _) = learned(&[(1000, 0.0), (5000, 0.0), (9000, 0.0)]);
-        let expected = short.expect_prompt(8000, other.line(), now).unwrap().work;
+        let expected = short.expect_prompt(8000, other.known(now), now).unwrap().work;
         assert!(is_near(expected, 0.05 + 0.2), "{expected}");
         let (mut none, _) = learned(&[]);
         assert_eq!(none.expect_prompt(8000, None, now), None);
         let right = other.expect_prompt(8000, None, now).unwrap().work;
-        assert!(is_near(none.expect_prompt(8000, other.line(), now).unwrap().finish(), right));
+        assert!(is_near(none.expect_prompt(8000, other.known(now), now).unwrap().finish(), right));
     }
 }

@@ -226,9 +226,9 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
         second.wait_ready(vllm_server.START_WATCHDOG_S)
         command: list[object] = [sidecar.find_binary(), "route", "--prefill", computes, "--decode", answers]
         urls: list[str] = []
-        # The tests count ways, so times of a busy machine do not place prompts of the routers without first tokens.
+        # The tests count ways and freeze engines, so times of a busy machine place no prompt.
         by_kind = ["--decode-prompt-share", "0"]
-        for options in (["--first-token=false", *by_kind], [], *(["--order", order, *by_kind] for order in ORDERS)):
+        for options in (["--first-token=false", *by_kind], by_kind, *(["--order", order, *by_kind] for order in ORDERS)):
             url = f"http://127.0.0.1:{free_port()}"
             arguments = [*command, *options, "--listen", url.removeprefix("http://")]
             router = Server(arguments, folder / f"route{len(urls)}.log", f"{url}/health")

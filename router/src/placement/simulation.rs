@@ -78,7 +78,7 @@ impl Seen {
     fn is_alone(&mut self, tokens: u64, hand_over: f64, target: Option<f64>, now: Instant) -> bool {
         let Some(mut both) = self.prefill.expect_prompt(tokens, None, now) else { return false };
         both.wait += hand_over;
-        let expected = self.decode.expect_prompt(tokens, self.prefill.line(), now).expect("a line");
+        let expected = self.decode.expect_prompt(tokens, self.prefill.known(now), now).expect("a line");
         let has_room = self.budget.has_room(expected.work, SHARE, now);
         let is_alone = place_prompt(both, &[DecodeOffer { expected, has_room }], target).is_some();
         if is_alone {
@@ -177,8 +177,9 @@ fn first_tokens_come_sooner_than_from_a_prefill_engine_alone_and_the_decode_engi
                 let means = [&mixed, &apart, &placed, &two].map(Outcome::mean);
                 let case =
                     format!("{name}, {rate}/s, hand-over {hand_over}: {means:.0?} ms, {:.3}", placed.share);
-                assert!(placed.mean() < apart.mean() && two.mean() < apart.mean(), "{case}");
-                assert!(rate < rates[2] || placed.mean() < apart.mean() / 2.0, "{case}");
+                assert!(placed.mean() < apart.mean() && two.mean() <= apart.mean(), "{case}");
+                let is_full = rate == rates[2];
+                assert!(!is_full || placed.mean().max(two.mean()) < apart.mean() / 2.0, "{case}");
                 assert!(placed.share <= SHARE * 1.05 && two.share <= 2.0 * SHARE * 1.05, "{case}");
             }
         }

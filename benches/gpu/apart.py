@@ -120,7 +120,9 @@ def pair(
         for side, role in SIDES.items():
             settings = bench.engine(options.sizes) | rig.engine_arguments(options)
             if side == "d" and mode != "mixed":
-                settings["max_num_batched_tokens"] = options.sizes["decode_batched_tokens"]
+                # Not every benchmark has shorter steps there.
+                tokens = options.sizes.get("decode_batched_tokens", settings["max_num_batched_tokens"])
+                settings["max_num_batched_tokens"] = tokens
             transfer = rig.pillion_transfer(keeper, options, rig.BOTH if mode == "mixed" else role)
             if options.tiny:
                 # On a CPU an engine with its own copies loads nothing before all blocks are kept.

@@ -234,7 +234,7 @@ fn every_kind_and_status_has_its_own_number() {
     for unknown in [0, 20, 255] {
         assert!(Kind::try_from(unknown).is_err());
     }
-    for unknown in [0, 14, 255] {
+    for unknown in [0, 15, 255] {
         assert!(Status::try_from(unknown).is_err());
     }
 }

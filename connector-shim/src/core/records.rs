@@ -244,6 +244,11 @@ mod tests {
             .collect()
     }
 
+    /// Tokens of which all were in the sidecar's memory.
+    fn of_memory(tokens: u32) -> [u32; Source::ALL.len()] {
+        Source::ALL.map(|source| if source == Source::Memory { tokens } else { 0 })
+    }
+
     /// Each part lasts until the next one begins.
     #[test]
     fn parts_of_a_request_add_up() {
@@ -257,7 +262,7 @@ mod tests {
         records.asks(ONE, 41, 17, later());
         records.asked(ONE, None, true, later());
         records.loads(ONE, 24, later());
-        records.found(ONE, |hit| Some([hit, 0, 0]));
+        records.found(ONE, |hit| Some(of_memory(hit)));
         records.received(&[ONE], later());
         records.begins([ONE].into_iter());
         records.scheduled(1, later());
@@ -267,7 +272,7 @@ mod tests {
             part_times(record),
             [("query", 5), ("producer", 10), ("waiting", 5), ("copy", 5), ("ready", 5)]
         );
-        assert_eq!((record.tokens, record.computed, record.hit, record.found), (40, 16, 24, [24, 0, 0]));
+        assert_eq!((record.tokens, record.computed, record.hit, record.found), (40, 16, 24, of_memory(24)));
         assert_eq!((record.load, record.aborted, record.whole()), (RecordedLoad::Async, false, 6 * PART));
         assert!(records.take_kept().is_empty());
     }

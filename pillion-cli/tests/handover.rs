@@ -120,14 +120,7 @@ impl Engine {
     /// Asks for all blocks of another engine's prompt.
     fn ask(&mut self) -> u64 {
         let op = self.next_op();
-        let query = Query {
-            op,
-            keys: LogKeys::new(0, 0..COUNT),
-            arriving: true,
-            awaits: true,
-            last: false,
-            streams: false,
-        };
+        let query = Query { arriving: true, awaits: true, ..Query::new(op, LogKeys::new(0, 0..COUNT)) };
         self.scheduler.post(SchedulerRequest::Query(query));
         op
     }

@@ -227,6 +227,15 @@ impl LogKeys {
     }
 }
 
+// === impl Query ===
+
+impl Query {
+    /// A query without flags.
+    pub fn new(op: u64, keys: LogKeys) -> Self {
+        Self { op, keys, arriving: false, awaits: false, last: false, streams: false }
+    }
+}
+
 // === impl Append ===
 
 impl Append {

@@ -77,14 +77,7 @@ fn append_and_query_in_a_session_memory() {
     let open = SchedulerRequest::Open { log: 7 };
     let append =
         SchedulerRequest::Append(Append { keys, chunks: [5, 0, 0, 0, 0, 0], promised: false, tail: false });
-    let query = SchedulerRequest::Query(Query {
-        op: 1,
-        keys,
-        arriving: false,
-        awaits: false,
-        last: false,
-        streams: false,
-    });
+    let query = SchedulerRequest::Query(Query::new(1, keys));
     for message in [open, append, query].map(Message::from) {
         assert!(submissions.has_room(layout::SUBMISSION_RESERVED as u32).unwrap());
         submissions.push(&message.encode_slot());

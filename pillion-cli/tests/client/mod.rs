@@ -225,14 +225,7 @@ impl Session {
     }
 
     pub(crate) fn query(&mut self, log: u32, op: u64, count: u32) -> Outcome {
-        self.post(SchedulerRequest::Query(Query {
-            op,
-            keys: LogKeys::new(log, 0..count),
-            arriving: false,
-            awaits: false,
-            last: false,
-            streams: false,
-        }));
+        self.post(SchedulerRequest::Query(Query::new(op, LogKeys::new(log, 0..count))));
         self.outcome(op)
     }
 
@@ -323,14 +316,7 @@ impl Session {
 
 /// QUERY for the first `count` keys of log 0.
 pub(crate) fn query(op: u64, count: u32) -> SchedulerRequest {
-    SchedulerRequest::Query(Query {
-        op,
-        keys: LogKeys::new(0, 0..count),
-        arriving: false,
-        awaits: false,
-        last: false,
-        streams: false,
-    })
+    SchedulerRequest::Query(Query::new(op, LogKeys::new(0, 0..count)))
 }
 
 /// SAVE of keys `from..` of log 0 after step `step`; [`Session::with_blocks`] sets their number.

@@ -128,14 +128,7 @@ fn hoard(scheduler: &mut Session, number: u64) {
 
 fn query(scheduler: &mut Session, log: u32, op: u64) -> u32 {
     let keys = LogKeys::new(log, 0..SET as u32);
-    scheduler.post(SchedulerRequest::Query(Query {
-        op,
-        keys,
-        arriving: false,
-        awaits: false,
-        last: false,
-        streams: false,
-    }));
+    scheduler.post(SchedulerRequest::Query(Query::new(op, keys)));
     scheduler.outcome(op).value
 }
 
@@ -271,14 +264,7 @@ fn a_flood_of_queries_is_read_in_small_parts_beside_a_neighbour() {
             let before = flooded.load_head();
             watch("a flood that goes on", || (flooded.load_head() != before).then_some(()));
             let before = flooded.load_head();
-            let asked = Query {
-                op,
-                keys: LogKeys::new(7, 0..1),
-                arriving: false,
-                awaits: false,
-                last: false,
-                streams: false,
-            };
+            let asked = Query::new(op, LogKeys::new(7, 0..1));
             let posted = now();
             scene.neighbour.scheduler.post(SchedulerRequest::Query(asked));
             while scene.neighbour.scheduler.memory.load_outcome(op).is_none() {

@@ -255,14 +255,7 @@ impl Harness {
     }
 
     pub(super) fn query(&mut self, log: u32, op: u64, from: u32, count: u32) -> Outcome {
-        let query = Query {
-            op,
-            keys: LogKeys { log, from, count },
-            arriving: false,
-            awaits: false,
-            last: false,
-            streams: false,
-        };
+        let query = Query::new(op, LogKeys { log, from, count });
         self.ask(SchedulerRequest::Query(query));
         match self.out.pop() {
             Some(Action::Answer { outcome, .. } | Action::Outcome { outcome, .. }) => outcome,
@@ -725,14 +718,7 @@ fn violations_close_the_session() {
         Append { keys: LogKeys::new(0, 1..3), chunks: [0; APPEND_CHUNKS], promised: false, tail: false };
     let cases = [
         SchedulerRequest::Open { log: 0 },
-        SchedulerRequest::Query(Query {
-            op: 9,
-            keys: LogKeys::new(5, 0..1),
-            arriving: false,
-            awaits: false,
-            last: false,
-            streams: false,
-        }),
+        SchedulerRequest::Query(Query::new(9, LogKeys::new(5, 0..1))),
         SchedulerRequest::Append(append),
         SchedulerRequest::Save(save),
         SchedulerRequest::Release { log: 5 },

@@ -100,14 +100,7 @@ impl RingEngine {
     fn time_question(&mut self) -> Result<f64, BenchError> {
         self.op += 1;
         let (op, began) = (self.op, self.clock.now());
-        self.post_request(SchedulerRequest::Query(Query {
-            op,
-            keys: LogKeys::new(0, 0..1),
-            arriving: false,
-            awaits: false,
-            last: false,
-            streams: false,
-        }))?;
+        self.post_request(SchedulerRequest::Query(Query::new(op, LogKeys::new(0, 0..1))))?;
         while self.memory.load_outcome(op).is_none() {
             if self.clock.now() - began > ANSWER_MAX {
                 return Err(BenchError::failed(

@@ -147,14 +147,7 @@ impl Scene {
 
     fn query_again(&mut self, log: u32, count: u32) -> u64 {
         let op = self.next_op();
-        let query = Query {
-            op,
-            keys: LogKeys::new(log, 0..count),
-            arriving: false,
-            awaits: false,
-            last: false,
-            streams: false,
-        };
+        let query = Query::new(op, LogKeys::new(log, 0..count));
         self.ask(SchedulerRequest::Query(query));
         op
     }
@@ -524,14 +517,7 @@ fn the_engine_is_answered_before_anything_is_sent_for() {
     let mut scene = Scene::with(A, 0..8);
     scene.engine.open(1, 0..8);
     scene.engine.out.clear();
-    let query = Query {
-        op: 77,
-        keys: LogKeys::new(1, 0..8),
-        arriving: false,
-        awaits: false,
-        last: false,
-        streams: false,
-    };
+    let query = Query::new(77, LogKeys::new(1, 0..8));
     let event = asked(SchedulerRequest::Query(query));
     let mut first = Vec::new();
     scene.engine.core.respond(Duration::ZERO, event, &mut first);

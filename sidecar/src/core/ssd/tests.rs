@@ -177,14 +177,7 @@ impl Scene {
 
     fn post_query(&mut self, log: u32, count: u32) -> u64 {
         let op = self.next_op();
-        let query = Query {
-            op,
-            keys: LogKeys::new(log, 0..count),
-            arriving: false,
-            awaits: false,
-            last: false,
-            streams: false,
-        };
+        let query = Query::new(op, LogKeys::new(log, 0..count));
         self.ask(SchedulerRequest::Query(query));
         op
     }
@@ -583,8 +576,7 @@ fn a_load_waits_for_a_slow_disk_no_longer_than_a_question() {
     scene.event(CoreEvent::Tick);
     scene.engine.open(1, 0..8);
     let op = scene.next_op();
-    let query =
-        Query { op, keys: LogKeys::new(1, 0..8), arriving: true, awaits: false, last: false, streams: false };
+    let query = Query { arriving: true, ..Query::new(op, LogKeys::new(1, 0..8)) };
     scene.ask(SchedulerRequest::Query(query));
     let reads = scene.reads();
     scene.end(reads[0], Ok(()));

@@ -59,14 +59,7 @@ impl Harness {
     }
 
     fn ask_for(&mut self, op: u64, count: u32) {
-        self.ask(SchedulerRequest::Query(Query {
-            op,
-            keys: LogKeys::new(0, 0..count),
-            arriving: false,
-            awaits: false,
-            last: false,
-            streams: false,
-        }));
+        self.ask(SchedulerRequest::Query(Query::new(op, LogKeys::new(0, 0..count))));
     }
 }
 
@@ -153,14 +146,7 @@ fn no_engine_learns_a_slot_before_its_block_is_verified() {
     let mut engine = adopted();
     engine.open(0, 5..8);
     let keys = LogKeys::new(0, 0..3);
-    engine.ask(SchedulerRequest::Query(Query {
-        op: 1,
-        keys,
-        arriving: true,
-        awaits: false,
-        last: false,
-        streams: false,
-    }));
+    engine.ask(SchedulerRequest::Query(Query { arriving: true, ..Query::new(1, keys) }));
     assert_eq!(engine.answer(), Some((Status::Pending, 0)));
     engine.verified(5, true);
     assert_eq!(engine.answer(), None, "a rank reads any slot with the header of a whole block");

@@ -412,14 +412,7 @@ fn hear_of(engine: &mut Harness, keys: std::ops::Range<u32>) {
 
 /// Returns the number of blocks asked of the peer by a query for the first keys of a log.
 fn asked_for(engine: &mut Harness, log: u32, op: u64, count: u32) -> usize {
-    let query = request::Query {
-        op,
-        keys: LogKeys::new(log, 0..count),
-        arriving: false,
-        awaits: false,
-        last: false,
-        streams: false,
-    };
+    let query = request::Query::new(op, LogKeys::new(log, 0..count));
     engine.ask(SchedulerRequest::Query(query));
     engine
         .take(taken!(Action::Transfer { job: TierJob::Fetch(Fetch { blocks, .. }), .. } => blocks.len()))

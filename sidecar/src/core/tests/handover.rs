@@ -36,7 +36,7 @@ fn pair(core: Core, bytes: u64) -> Harness {
 
 /// A query for blocks of another engine.
 fn awaiting(op: u64, keys: LogKeys, arriving: bool) -> SchedulerRequest {
-    SchedulerRequest::Query(Query { op, keys, arriving, awaits: true, last: false, streams: false })
+    SchedulerRequest::Query(Query { arriving, awaits: true, ..Query::new(op, keys) })
 }
 
 impl Harness {

@@ -32,14 +32,7 @@ impl Harness {
     /// Asks for the last kept one of keys `from..from + count` of log 0; the answer, and the keys of the written slots.
     fn ask_last(&mut self, op: u64, from: u32, count: u32) -> (u32, Vec<u32>) {
         let keys = LogKeys { log: 0, from, count };
-        self.ask(SchedulerRequest::Query(Query {
-            op,
-            keys,
-            arriving: false,
-            awaits: false,
-            last: true,
-            streams: false,
-        }));
+        self.ask(SchedulerRequest::Query(Query { last: true, ..Query::new(op, keys) }));
         match self.out.pop() {
             Some(Action::Answer { outcome, refs, from, .. }) => {
                 assert_eq!(outcome.status, Status::Ok);
@@ -158,14 +151,7 @@ fn a_state_before_the_found_one_goes_first() {
 fn who_awaits_asks_for_the_last_key_first() {
     let mut engine = keeping(&[2]);
     let keys = LogKeys::new(0, 0..10);
-    engine.ask(SchedulerRequest::Query(Query {
-        op: 20,
-        keys,
-        arriving: false,
-        awaits: true,
-        last: true,
-        streams: false,
-    }));
+    engine.ask(SchedulerRequest::Query(Query { awaits: true, last: true, ..Query::new(20, keys) }));
     let Some(Action::Answer { outcome, .. }) = engine.out.pop() else { panic!("no answer") };
     assert_eq!((outcome.status, outcome.value), (Status::Ok, 3), "no other engine is there to wait for");
 }

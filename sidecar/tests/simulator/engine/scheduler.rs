@@ -227,14 +227,7 @@ impl Scheduler {
         let Some(ring) = self.policy.session(0).submission() else { return };
         // No log has this number.
         let log = shm_protocol::layout::LOGS as u32 - 1;
-        let query = Query {
-            op: 1,
-            keys: LogKeys::new(log, 0..1),
-            arriving: false,
-            awaits: false,
-            last: false,
-            streams: false,
-        };
+        let query = Query::new(1, LogKeys::new(log, 0..1));
         if ring.post(SchedulerRequest::Query(query)).is_some() {
             self.policy.session(0).flush();
             ctx.hit("fault violation");

@@ -110,7 +110,7 @@ impl Engine {
         let append = Append { keys: all, chunks, promised: false, tail: false };
         let hashes: Vec<BlockHash> = keys.iter().map(|key| self.hash(key)).collect();
         self.ask(pod, SchedulerRequest::Append(append), &hashes, &[]);
-        let query = Query { op: id, keys: all, arriving: false, awaits: false, last: false, streams: false };
+        let query = Query::new(id, all);
         self.ask(pod, SchedulerRequest::Query(query), &[], &[]);
         let outcome = pod.outcome(self.session(), id);
         let hits = if outcome.status == Status::Ok { outcome.value as usize } else { 0 };

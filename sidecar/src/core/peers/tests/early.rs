@@ -39,14 +39,7 @@ impl Scene {
     fn query_early(&mut self, log: u32, keys: Range<u32>) -> u64 {
         let (op, count) = (self.next_op(), keys.len() as u32);
         self.engine.open(log, keys);
-        let query = Query {
-            op,
-            keys: LogKeys::new(log, 0..count),
-            arriving: true,
-            awaits: false,
-            last: false,
-            streams: false,
-        };
+        let query = Query { arriving: true, ..Query::new(op, LogKeys::new(log, 0..count)) };
         self.ask(SchedulerRequest::Query(query));
         op
     }

@@ -38,14 +38,7 @@ impl Scene {
     fn await_keys(&mut self, log: u32, keys: Range<u32>) -> u64 {
         let (op, count) = (self.next_op(), keys.len() as u32);
         self.engine.open(log, keys);
-        let query = Query {
-            op,
-            keys: LogKeys::new(log, 0..count),
-            arriving: false,
-            awaits: true,
-            last: false,
-            streams: false,
-        };
+        let query = Query { awaits: true, ..Query::new(op, LogKeys::new(log, 0..count)) };
         self.ask(SchedulerRequest::Query(query));
         op
     }

@@ -50,14 +50,7 @@ impl Scene {
         let (op, count) = (self.next_op(), keys.len() as u32);
         self.engine.open(log, keys);
         let keys = LogKeys::new(log, 0..count);
-        self.ask(SchedulerRequest::Query(Query {
-            op,
-            keys,
-            arriving: false,
-            awaits: true,
-            last: false,
-            streams: false,
-        }));
+        self.ask(SchedulerRequest::Query(Query { awaits: true, ..Query::new(op, keys) }));
         op
     }
 

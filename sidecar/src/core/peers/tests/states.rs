@@ -9,14 +9,7 @@ fn asking() -> (Scene, u64) {
     scene.engine.open(1, 0..6);
     let op = scene.next_op();
     let keys = LogKeys::new(1, 0..6);
-    scene.ask(SchedulerRequest::Query(Query {
-        op,
-        keys,
-        arriving: false,
-        awaits: false,
-        last: true,
-        streams: false,
-    }));
+    scene.ask(SchedulerRequest::Query(Query { last: true, ..Query::new(op, keys) }));
     assert_eq!(scene.answers(), [(op, Status::Pending, 0)]);
     (scene, op)
 }

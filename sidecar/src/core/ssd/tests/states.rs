@@ -18,14 +18,7 @@ impl Scene {
         self.engine.open(1, 0..6);
         let op = self.next_op();
         let keys = LogKeys::new(1, 0..count);
-        self.ask(SchedulerRequest::Query(Query {
-            op,
-            keys,
-            arriving: false,
-            awaits: false,
-            last: true,
-            streams: false,
-        }));
+        self.ask(SchedulerRequest::Query(Query { last: true, ..Query::new(op, keys) }));
         op
     }
 }

@@ -5,12 +5,14 @@ Answers are compared with computed ones, logprobs bit for bit with those upon a 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from pathlib import Path
 
 import pytest
 
-from testkit import engine, pool_file, prompts, random_model, sidecar, states, windows
+from testkit import engine, handover, pool_file, prompts, random_model, sidecar, states, windows
+from testkit.transfer import TO_ANSWER
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +38,27 @@ def test_states_beside_full_attention(options: engine.Options, model: Path, tmp_
             assert states.all_of(stateless, "cached_tokens") == answers.hits
             assert stateless[-1]["tokens"] != answers.local[-1]["tokens"]
             third.kill()
+
+
+@pytest.mark.supports("handover")
+def test_states_handed_over(options: engine.Options, model: Path, tmp_path: Path) -> None:
+    """D goes on from P's last state, to the bit as P upon its own hit there: asked behind P, and with it."""
+    with sidecar.serving(tmp_path) as keeper, contextlib.ExitStack() as stack:
+        connected = dataclasses.replace(options, model=model, socket=keeper.socket)
+        p, d = handover.start(stack, tmp_path, {"p": connected, "d": connected})
+        pair = handover.Pair(p, d, None, keeper, counts=d.metrics())
+        for at_once, length in [(False, 700), (True, 800), (False, 1300), (True, 1400)]:
+            tokens = pair.prompt(length)
+            if at_once:
+                pair.ask(d, tokens, states.OUTPUT_TOKENS, TO_ANSWER)
+                pair.compute(tokens)
+                answer = pair.answered()
+            else:
+                answer = pair.answer(tokens, pair.compute(tokens))
+            (local,) = p.generate([tokens], max_tokens=states.OUTPUT_TOKENS, logprobs=0)
+            assert local["cached_tokens"] > 0 and answer["computed"] == length - local["cached_tokens"]
+            assert (answer["tokens"], answer["logprobs"]) == (local["tokens"], local["logprobs"])
+        assert pair.exhausted() == 0
 
 
 MATCH_TOKENS = 32

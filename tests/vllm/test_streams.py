@@ -21,9 +21,11 @@ from stage import (
     generate,
     hit_tokens,
     metrics,
+    peers,
     pillion,
     prompt_of,
     right_answers,
+    send,
     wait_saved,
 )
 
@@ -46,6 +48,10 @@ HIT = hit_tokens(len(PROMPT))
 # The engine learns its rate by the steps of a prompt. The sidecar looks at it each 100 ms.
 LEARN: list[Act] = [{"do": "slow_steps", "with": {"seconds": 0.05}}, generate([prompt_of(3000, 72)], 1), SETTLE, RESET]
 ENGINE = {"max_model_len": 4096, "blocks": 200, "batched_tokens": 256}
+# Steps without this delay are shorter than the prompt's parts.
+NO_DELAY: Act = {"do": "slow_steps", "with": {"seconds": 0}}
+# The prompt comes within some such steps. An engine that had them all would wait for the step in vain.
+KILLED_AT = [1, 2, 3, 4] * 3
 # However fast this engine computes, it prefers to load.
 EXTRA = {"pillion.copy": "sidecar", "pillion.load_preference": 100}
 
@@ -119,3 +125,45 @@ def test_a_disk_that_fails_half_way_leaves_the_rest_to_the_engine(stage: Stage) 
         assert POOL_BLOCKS < loaded <= STORED // 2
         assert counts["pillion_load_failures_total"] > 0 and results[-1]["failed_blocks"] == HIT // BLOCK_TOKENS - loaded
         assert counts["pillion_leases"] == 0
+
+
+@contextlib.contextmanager
+def beside_a_peer(stage: Stage) -> Iterator[tuple[sidecar.Sidecar, sidecar.Sidecar]]:
+    """A sidecar with memory for a third of the prompt, behind its peer that has all of it."""
+    here, there = peers()
+    (stage.directory / "there").mkdir(exist_ok=True)
+    with sidecar.serving(stage.directory / "there", anonymous=True, more=there) as peer:
+        connector = pillion(peer.socket, "async", **EXTRA)
+        acts = [generate([PROMPT], 1), wait_saved(STORED)]
+        stage.play(acts, connector, metrics=metrics(peer), **ENGINE)
+        with sidecar.serving(stage.directory, DRAM, anonymous=True, more=here) as keeper:
+            keeper.wait_metric("pillion_mesh_peers", 1)
+            keeper.wait_metric("pillion_mesh_peer_keys", STORED)
+            yield keeper, peer
+
+
+def test_a_prompt_of_three_pools_comes_from_a_peer(stage: Stage) -> None:
+    """Every position read by attention is right, and no load fails."""
+    with beside_a_peer(stage) as (keeper, _):
+        acts = [*LEARN, generate([PROMPT], 1)]
+        (results,) = stage.play(acts, pillion(keeper.socket, "async", **EXTRA), metrics=metrics(keeper), **ENGINE)
+        expect_right(results[-1], right_answers([PROMPT], 1), "a prompt of three pools at a peer")
+        assert (results[-1]["hits"], results[-1]["failed_blocks"]) == (HIT, 0)
+        assert keeper.metrics()["pillion_query_streamed_answers_total"] == 1
+
+
+@pytest.mark.parametrize("killed", ["sidecar", "peer"])
+def test_a_kill_within_the_prompt_costs_the_rest_of_it(stage: Stage, killed: str) -> None:
+    """The engine computes what did not come, whatever moment the process is killed at. More moments are tried, until parts have
+    come and others have not."""
+    disk = Disk(stage) if killed == "sidecar" else None
+    for step in KILLED_AT:
+        with small(stage, disk) if disk else beside_a_peer(stage) as which:
+            keeper, victim = (which, which) if isinstance(which, sidecar.Sidecar) else which
+            acts = [*LEARN, NO_DELAY, generate([PROMPT], 1, at={str(step): [send(victim, "SIGKILL")]})]
+            (results,) = stage.play(acts, pillion(keeper.socket, "async", **EXTRA), metrics=metrics(keeper), **ENGINE)
+            expect_right(results[-1], right_answers([PROMPT], 1), f"killed before step {step}")
+            victim.kill()
+        if 0 < results[-1]["failed_blocks"] < HIT // BLOCK_TOKENS:
+            return
+    pytest.fail("nothing was killed within the prompt")

@@ -67,6 +67,9 @@ def turns(rounds: int, acts: Mapping[str, Callable[[int], Sample]]) -> dict[str,
 
 # === Figures ===
 
+# The quarters of a steady baseline are closer than this part of its median.
+STEADY = 0.1
+
 
 def percentile(samples: Sequence[float], part: float) -> float:
     """The value above `part` of the samples, to a tenth."""
@@ -86,3 +89,9 @@ def spread(samples: Sequence[float]) -> dict[str, float]:
     figures = {"median": statistics.median(ordered), "min": ordered[0], "max": ordered[-1]}
     figures |= {"p25": ordered[round(last * 0.25)], "p75": ordered[round(last * 0.75)]}
     return {name: round(value, 2) for name, value in figures.items()}
+
+
+def is_steady(samples: Sequence[float]) -> bool:
+    """True if a baseline is steady enough for differences from it to be read."""
+    figures = spread(samples)
+    return figures["p75"] - figures["p25"] <= STEADY * figures["median"]

@@ -5,9 +5,12 @@ Both are vLLM engines in processes of their own, at the same time. The KV goes f
 `--trace` both engines send the records of their requests here, and each length has the timeline of its last prompt. With
 `--size running=32` prompts are then handed over beside so many ordinary requests of both, one by one and as many at once.
 
-`added_first_ms` is the median of `pd_first_ms` (P asked, then D) beyond `p_alone_ms` (P alone) and `d_hit_ms` (D's own hit),
-and `added_at_once_ms` that of `pd_at_once_ms`. `handed_over_ms` is the time from the end of P's last step until D has loaded
-all. `acceptance` is the wait of copied parts for P's output.
+A round asks P alone, P and then D, and both at once, each for a new prompt of one length, right after a short request that
+wakes both GPUs; every other round goes backwards. `added_first_ms` is the median over the rounds of `pd_first_ms` beyond P
+alone and D's own step, which ends with the first token; `added_at_once_ms` that of `pd_at_once_ms`. `planted_seen_ms` is how
+much later that is where the router held D's request back for `PLANTED_MS`. A length is not `ok` if this is not seen, or if the
+quarters of `p_alone_ms` are too far apart. `handed_over_ms` is the time from the end of P's last step until D has loaded all.
+`acceptance` is the wait of copied parts for P's output.
 """
 
 from __future__ import annotations
@@ -17,10 +20,9 @@ import contextlib
 import gc
 import json
 import select
-import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +35,19 @@ from testkit.sidecar import Sidecar
 from testkit.transfer import TO_ANSWER, TO_COMPUTE
 
 WARM_UPS = 2
+# Less than a block: such a prompt is never found.
+WAKE_TOKENS = 8
 # The sleep of vLLM's server after a step in which no request could go on.
 PAUSE_S = 0.001
 # Steps of other sizes round differently: P computes a block's rest for its own answer, D one token.
 EQUAL_LEAST = 0.75
+# A delay that the router makes, and the largest error of its measured length.
+PLANTED_MS, PLANTED_ERROR_MS = 1.0, 0.5
 # Answers from spoiled KV, and the share that must be wrong: in some answers the few tokens stay the same.
 SPOILED, WRONG_SEEN_LEAST = 8, 0.5
 LENGTHS = ("short_tokens", "middle_tokens", "long_tokens")
-# A request beside the measured ones: less than a block, and an answer of some seconds.
-BESIDE_PROMPT_TOKENS, BESIDE_TOKENS = 8, 240
+# The answer of a request beside the measured ones: some seconds.
+BESIDE_TOKENS = 240
 # How often as many prompts at once as requests run beside them.
 TOGETHER_ROUNDS = 4
 # How long whole parts of a hand-over waited until P went on with their step.
@@ -119,7 +125,7 @@ class Busy:
 
     def _begin(self) -> None:
         # A prompt of less than a block is never found, so any will do.
-        prompt = self._engine.prompt(BESIDE_PROMPT_TOKENS, seed=-1 - len(self.beside))
+        prompt = self._engine.prompt(WAKE_TOKENS, seed=-1 - len(self.beside))
         self.beside.add(self._engine.add(prompt, BESIDE_TOKENS))
 
     def step(self) -> dict[str, Answer]:
@@ -185,11 +191,23 @@ class Pair:
             side.do(make=[tokens, self._seed + 1, count])
         self._seed += count
 
-    def first(self) -> tuple[float, Any]:
+    def wake(self) -> None:
+        """Has both compute a short prompt: a GPU that rested is slow at first."""
+        for side in (self.p, self.d):
+            side.do(make=[WAKE_TOKENS, -1 - self._seed, 1])
+            side.ask(ONE_TOKEN)
+
+    def alone(self) -> tuple[float, Any]:
+        """Asks P: the time to its first token, and its answer."""
+        answer = self.p.ask(ONE_TOKEN)
+        return ms(answer["added"], answer["first"]), answer
+
+    def first(self, planted_ms: float = 0.0) -> tuple[float, Any]:
         """Asks P, and then D with P's answer: the time from P's request to D's first token, and D's answer."""
         computed = self.p.ask(ONE_TOKEN, TO_COMPUTE)
         # vLLM would report these tokens of P as found by D.
         computed["transfer"].pop("remote_prefill_cached_tokens", None)
+        time.sleep(planted_ms / 1e3)
         answer = self.d.ask(OUTPUT_TOKENS, computed["transfer"])
         return ms(computed["added"], answer["first"]), answer
 
@@ -255,39 +273,49 @@ def timeline(sides: dict[str, tuple[dict[str, Any], collector.Collector]]) -> di
     return told
 
 
-def measured(pair: Pair, tokens: int, rounds: int, ways: list[str], block_tokens: int) -> dict[str, Any]:
+def measured(pair: Pair, tokens: int, options: argparse.Namespace, ways: list[str], block_tokens: int) -> dict[str, Any]:
     """The figures of prompts of one length."""
-    times: dict[str, list[float]] = {name: [] for name in ("p_alone", "d_hit", *(f"pd_{way}" for way in ways))}
+    asks = {"alone": pair.alone, "first": pair.first, "planted": lambda: pair.first(PLANTED_MS), "at_once": pair.at_once}
     computed: list[int] = []
     equal: list[bool] = []
-    for at in range(WARM_UPS + rounds):
-        if at == WARM_UPS:
-            for samples in times.values():
-                samples.clear()
-            computed.clear()
-            equal.clear()
-            pair.handed_over.clear()
-        pair.make(tokens)
-        alone = pair.p.ask(ONE_TOKEN)
-        times["p_alone"].append(ms(alone["added"], alone["first"]))
-        for way in ways:
+
+    def act(name: str) -> Callable[[int], tuple[float, float]]:
+        def ask(_: int) -> tuple[float, float]:
+            """The time to the first token, and D's own step of it."""
+            pair.wake()
             pair.make(tokens)
-            took, answer = pair.first() if way == "first" else pair.at_once()
-            times[f"pd_{way}"].append(took)
-            computed.append(tokens - answer["cached_tokens"])
-            hit = pair.d.ask(ONE_TOKEN)
-            times["d_hit"].append(ms(hit["added"], hit["first"]))
-            equal.append(answer["tokens"] == pair.p.ask(OUTPUT_TOKENS)["tokens"])
-    result: dict[str, Any] = {f"{name}_ms": harness.spread(samples) for name, samples in times.items()}
-    medians = {name: statistics.median(samples) for name, samples in times.items()}
-    for way in ways:
-        result[f"added_{way}_ms"] = round(medians[f"pd_{way}"] - medians["p_alone"] - medians["d_hit"], 2)
+            took, answer = asks[name]()
+            if name != "alone":
+                computed.append(tokens - answer["cached_tokens"])
+                equal.append(answer["tokens"] == pair.p.ask(OUTPUT_TOKENS)["tokens"])
+            return took, ms(answer["scheduled"], answer["first"])
+
+        return ask
+
+    acts = {name: act(name) for name in ("alone", *ways)}
+    harness.turns(WARM_UPS, acts)
+    for figures in (computed, equal, pair.handed_over):
+        figures.clear()
+    samples = harness.turns(options.sizes["prompts"], acts)
+    times = {name: [took for took, _ in taken] for name, taken in samples.items()}
+    added = {
+        way: harness.median((took - step - alone for (took, step), alone in zip(samples[way], times["alone"], strict=True)), 2)
+        for way in ways
+    }
+    result: dict[str, Any] = {"p_alone_ms": harness.spread(times["alone"])}
+    result |= {f"pd_{way}_ms": harness.spread(times[way]) for way in ways}
+    result["d_step_ms"] = harness.spread([step for way in ways for _, step in samples[way]])
+    result |= {f"added_{way}_ms": added[way] for way in ways}
+    result["planted_seen_ms"] = round(added["planted"] - added["first"], 2)
     if pair.handed_over:
         result["handed_over_ms"] = harness.spread(pair.handed_over)
     if pair.timeline:
         result["timeline_ms"] = pair.timeline | {"sidecar": {"handed_over": round(pair.handed_over[-1], 2)}}
     result |= {"computed_max": max(computed), "equal": round(sum(equal) / len(equal), 4)}
     result["ok"] = result["computed_max"] <= block_tokens + 1 and result["equal"] >= EQUAL_LEAST
+    if options.scale == "full":
+        seen = abs(result["planted_seen_ms"] - PLANTED_MS) <= PLANTED_ERROR_MS
+        result["ok"] = result["ok"] and seen and harness.is_steady(times["alone"])
     return result
 
 
@@ -371,7 +399,7 @@ def transfers(mode: str, options: argparse.Namespace, folder: Path) -> Iterator[
 def run_mode(mode: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Both engines of a mode, one started after the other, and all lengths."""
     # NIXL needs P's answer, so P must have computed the prompt.
-    ways = ["first"] if mode == "nixl" else ["first", "at_once"]
+    ways = ["first", "planted"] if mode == "nixl" else ["first", "planted", "at_once"]
     with contextlib.ExitStack() as stack:
         configs, keeper = stack.enter_context(transfers(mode, options, folder))
         receivers = [stack.enter_context(collector.collecting()) for _ in configs if options.trace and keeper]
@@ -389,7 +417,7 @@ def run_mode(mode: str, options: argparse.Namespace, folder: Path) -> dict[str, 
         looked = pair.acceptance()
         for length in LENGTHS:
             tokens = options.sizes[length]
-            result[str(tokens)] = measured(pair, tokens, options.sizes["prompts"], ways, started["block_tokens"])
+            result[str(tokens)] = measured(pair, tokens, options, ways, started["block_tokens"])
             last_step = tokens % options.sizes["batched_tokens"] or options.sizes["batched_tokens"]
             result[str(tokens)]["copy_ms"] = copy_ms(rig.shape(options), last_step, 4 if options.tiny else 2)
             harness.say(f"{mode}: {tokens} tokens: {json.dumps(result[str(tokens)])}")

@@ -48,6 +48,8 @@ class Options:
     # Prompts saved by an earlier engine of the namespace, and the first unused key.
     prompts: tuple[Prompt, ...] = ()
     next_key: int = 1
+    # Cycles that a step's kernel spins before it writes, at least and at most.
+    spin_cycles: tuple[int, int] = SPIN_CYCLES
 
 
 class Engine:
@@ -55,7 +57,7 @@ class Engine:
 
     def __init__(self, options: Options) -> None:
         self._random = random.Random(options.seed)
-        self._step_s = options.step_s
+        self._step_s, self._spin_cycles = options.step_s, options.spin_cycles
         self._step, self._next_key = 0, options.next_key
         self._first_key = options.next_key
         # Loaded blocks from an earlier engine.
@@ -165,7 +167,7 @@ class Engine:
             if not load.sync:
                 self._loading[_shim.plan_op(load.plan)] = (load, 1 + len(self._others))
         by_cuts = self._random.random() < 0.5
-        order = Order(self._step, loads, written, by_cuts, self._random.randint(*SPIN_CYCLES))
+        order = Order(self._step, loads, written, by_cuts, self._random.randint(*self._spin_cycles))
         for ended in self._all("step", order):
             for op in ended:
                 self._rank_ended(op)

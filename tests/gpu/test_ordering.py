@@ -20,6 +20,8 @@ ROUNDS = int(os.environ.get("PILLION_TEST_ROUNDS", "2000"))
 SEED = int(os.environ.get("PILLION_TEST_SEED", "1"))
 FENCED = os.environ.get("PILLION_TEST_NO_FENCES") != "1"
 CONTROL_ROUNDS = 300
+# The control's writer spins for some 25 ms before it writes: every copy that does not wait has run by then.
+HELD_CYCLES = (50_000_000, 50_000_000)
 # The step of an engine that copies for itself: half a gigabyte of new blocks a second.
 ENGINE_STEP_S = 0.006
 # Less than the run saves, so it evicts; three times the blocks of prompts that may be asked again.
@@ -45,8 +47,10 @@ def hand_over(
     directory: Path, block_outermost: bool, fenced: bool, rounds: int
 ) -> tuple[Found, bare_pair.Reader, dict[str, int]]:
     """Prompts written by one engine and awaited by another, on one GPU."""
+    spin_cycles = bare_engine.SPIN_CYCLES if fenced else HELD_CYCLES
     with sidecar.serving(directory, DRAM) as keeper:
-        writer = bare_pair.Writer(bare_engine.Options(keeper.socket, SEED, block_outermost, fenced))
+        options = bare_engine.Options(keeper.socket, SEED, block_outermost, fenced, spin_cycles=spin_cycles)
+        writer = bare_pair.Writer(options)
         reader = bare_pair.Reader(bare_engine.Options(keeper.socket, SEED + 1, block_outermost, part_blocks=2))
         try:
             for _ in range(rounds):
@@ -98,7 +102,7 @@ def test_without_fences_it_would_fail(tmp_path: Path) -> None:
 
 
 def test_without_fences_a_hand_over_would_be_wrong(tmp_path: Path) -> None:
-    """The negative control: blocks are handed over before they are written."""
+    """The negative control: blocks are copied and handed over before they are written."""
     found, _, _ = hand_over(tmp_path, True, False, CONTROL_ROUNDS)
     print(f"without fences: {found}", flush=True)
     assert found.wrong_words > 0

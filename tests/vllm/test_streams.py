@@ -50,7 +50,7 @@ LEARN: list[Act] = [{"do": "slow_steps", "with": {"seconds": 0.05}}, generate([p
 ENGINE = {"max_model_len": 4096, "blocks": 200, "batched_tokens": 256}
 # Steps without this delay are shorter than the prompt's parts.
 NO_DELAY: Act = {"do": "slow_steps", "with": {"seconds": 0}}
-# The prompt comes within some such steps. An engine that had them all would wait for the step in vain.
+# The prompt comes within some such steps.
 KILLED_AT = [1, 2, 3, 4] * 3
 # However fast this engine computes, it prefers to load.
 EXTRA = {"pillion.copy": "sidecar", "pillion.load_preference": 100}
@@ -154,8 +154,7 @@ def test_a_prompt_of_three_pools_comes_from_a_peer(stage: Stage) -> None:
 
 @pytest.mark.parametrize("killed", ["sidecar", "peer"])
 def test_a_kill_within_the_prompt_costs_the_rest_of_it(stage: Stage, killed: str) -> None:
-    """The engine computes what did not come, whatever moment the process is killed at. More moments are tried, until parts have
-    come and others have not."""
+    """The engine computes what did not come. More moments are tried, until parts have come and others have not."""
     disk = Disk(stage) if killed == "sidecar" else None
     for step in KILLED_AT:
         with small(stage, disk) if disk else beside_a_peer(stage) as which:

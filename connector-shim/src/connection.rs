@@ -16,7 +16,7 @@ use shm_protocol::session::SessionMemory;
 use shm_protocol::{ACCEPT_SINCE, transport, wait};
 
 use crate::clock;
-use crate::core::endpoint::Endpoint;
+use crate::core::endpoint::{Endpoint, Feature};
 use crate::pool::MappedPool;
 
 /// The longest a handshake may take: the engine's start waits for it once.
@@ -200,32 +200,16 @@ impl Endpoint for Connection {
         Duration::from_millis(self.welcome.lease_ttl_ms)
     }
 
-    fn knows_handover(&self) -> bool {
-        self.welcome.handover
-    }
-
-    fn knows_tails(&self) -> bool {
-        self.welcome.tails
-    }
-
-    fn knows_states(&self) -> bool {
-        self.welcome.states
-    }
-
-    fn knows_devices(&self) -> bool {
-        self.welcome.devices
-    }
-
-    fn knows_hints(&self) -> bool {
-        self.welcome.hints
-    }
-
-    fn knows_streams(&self) -> bool {
-        self.welcome.streams
-    }
-
-    fn knows_acceptance(&self) -> bool {
-        self.welcome.version >= ACCEPT_SINCE
+    fn knows(&self, feature: Feature) -> bool {
+        match feature {
+            Feature::Handover => self.welcome.handover,
+            Feature::Tails => self.welcome.tails,
+            Feature::States => self.welcome.states,
+            Feature::Devices => self.welcome.devices,
+            Feature::Hints => self.welcome.hints,
+            Feature::Streams => self.welcome.streams,
+            Feature::Acceptance => self.welcome.version >= ACCEPT_SINCE,
+        }
     }
 
     fn ring(&self) {

@@ -4,6 +4,25 @@ use std::time::Duration;
 
 use shm_protocol::session::SessionMemory;
 
+/// A feature of the protocol that earlier sidecars do not know.
+#[derive(Copy, Clone, Debug, PartialEq, Eq)]
+pub enum Feature {
+    /// Flags of handovers.
+    Handover,
+    /// The key of a prompt's tail.
+    Tails,
+    /// Queries for the last kept key.
+    States,
+    /// Which blocks the engine's device has.
+    Devices,
+    /// Hints of clients.
+    Hints,
+    /// Answers with more hits than the pool holds.
+    Streams,
+    /// Only what the engine accepted is kept.
+    Acceptance,
+}
+
 /// This process' end of one connection.
 pub trait Endpoint {
     /// The session's shared memory.
@@ -12,21 +31,8 @@ pub trait Endpoint {
     fn epoch(&self) -> u64;
     /// How long the sidecar keeps a lease.
     fn lease_ttl(&self) -> Duration;
-    /// Whether the sidecar knows the flags of handovers.
-    fn knows_handover(&self) -> bool;
-
-    /// Whether the sidecar knows the key of a prompt's tail.
-    fn knows_tails(&self) -> bool;
-    /// Whether the sidecar knows queries for the last kept key.
-    fn knows_states(&self) -> bool;
-    /// Whether the sidecar knows which blocks the engine's device has.
-    fn knows_devices(&self) -> bool;
-    /// Whether the sidecar knows hints of clients.
-    fn knows_hints(&self) -> bool;
-    /// Whether the sidecar knows answers with more hits than its pool holds.
-    fn knows_streams(&self) -> bool;
-    /// Whether the sidecar keeps only what the engine accepted.
-    fn knows_acceptance(&self) -> bool;
+    /// Whether the sidecar's release knows a feature of the protocol.
+    fn knows(&self, feature: Feature) -> bool;
     /// Wakes the sidecar if it sleeps.
     fn ring(&self);
     /// True if the sidecar is gone. Looks without waiting; the answer stays true.

@@ -23,7 +23,7 @@ use self::announced::Announced;
 pub use self::announced::BlockChange;
 use self::link::{ClosedLog, SchedulerLink};
 pub use self::query::{AskedQuery, PENDING, UNBOUND_WAIT};
-use crate::core::endpoint::Endpoint;
+use crate::core::endpoint::{Endpoint, Feature};
 use crate::core::notices::{NoticeCause, Notices};
 use crate::core::submission::Submission;
 use crate::error::ShimError;
@@ -159,9 +159,9 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
         link.flush();
         link.ask_for_all(self.announced.asked);
         self.prefill.into_iter().for_each(|rate| link.tell_prefill(rate));
-        if !link.connection.knows_acceptance() {
+        if !link.connection.knows(Feature::Acceptance) {
             self.notices.say(NoticeCause::OldSidecar, OLD_SIDECAR);
-        } else if self.config.last && !link.connection.knows_states() {
+        } else if self.config.last && !link.connection.knows(Feature::States) {
             self.notices.say(NoticeCause::OldSidecar, STATELESS_SIDECAR);
         }
         self.link = Some(link);
@@ -320,10 +320,10 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
         let (number, log) = link.logs.get(handle)?;
         let count = u32::try_from(blocks.len()).ok().filter(|count| *count > 0)?;
         let fits = start.checked_add(count)? <= log.length && link.saves.has_room();
-        if !fits || !link.connection.knows_acceptance() {
+        if !fits || !link.connection.knows(Feature::Acceptance) {
             return None;
         }
-        let handover = log.handover && link.connection.knows_handover();
+        let handover = log.handover && link.connection.knows(Feature::Handover);
         let (op, keys) = (self.next_op, LogKeys { log: number, from: start, count });
         let save = |position| {
             SchedulerRequest::Save(request::Save { op, keys, position, step, checked, handover, replaced })
@@ -412,7 +412,7 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
 
     /// True if the sidecar knows the blocks on the engine's device by [`EngineSession::end_log`].
     pub fn knows_devices(&self) -> bool {
-        self.link.as_ref().is_some_and(|link| link.connection.knows_devices())
+        self.link.as_ref().is_some_and(|link| link.connection.knows(Feature::Devices))
     }
 
     /// Ends a log's request, its lease and its pending query. The engine's device still has the blocks: the log

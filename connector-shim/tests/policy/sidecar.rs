@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use connector_shim::core::endpoint::Endpoint;
+use connector_shim::core::endpoint::{Endpoint, Feature};
 use connector_shim::core::notices::Notices;
 use connector_shim::core::policy::PolicyWait;
 use connector_shim::core::scheduler::{AskedQuery, BlockChange, EngineSession, SessionConfig};
@@ -153,32 +153,12 @@ impl Endpoint for Wire {
         Duration::from_secs(30)
     }
 
-    fn knows_handover(&self) -> bool {
-        true
-    }
-
-    fn knows_tails(&self) -> bool {
-        self.tails.get()
-    }
-
-    fn knows_states(&self) -> bool {
-        true
-    }
-
-    fn knows_devices(&self) -> bool {
-        true
-    }
-
-    fn knows_hints(&self) -> bool {
-        self.hints.get()
-    }
-
-    fn knows_streams(&self) -> bool {
-        true
-    }
-
-    fn knows_acceptance(&self) -> bool {
-        true
+    fn knows(&self, feature: Feature) -> bool {
+        match feature {
+            Feature::Tails => self.tails.get(),
+            Feature::Hints => self.hints.get(),
+            _ => true,
+        }
     }
 
     fn ring(&self) {}

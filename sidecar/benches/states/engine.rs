@@ -9,7 +9,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use connector_shim::core::endpoint::Endpoint;
+use connector_shim::core::endpoint::{Endpoint, Feature};
 use connector_shim::core::notices::Notices;
 use connector_shim::core::policy::host::SessionHost;
 use connector_shim::core::policy::kinds::{GroupForm, GroupKind, GroupSet};
@@ -111,32 +111,8 @@ impl Endpoint for Wire {
         Duration::from_secs(30)
     }
 
-    fn knows_handover(&self) -> bool {
-        true
-    }
-
-    fn knows_tails(&self) -> bool {
-        true
-    }
-
-    fn knows_states(&self) -> bool {
-        true
-    }
-
-    fn knows_devices(&self) -> bool {
-        true
-    }
-
-    fn knows_hints(&self) -> bool {
-        false
-    }
-
-    fn knows_streams(&self) -> bool {
-        false
-    }
-
-    fn knows_acceptance(&self) -> bool {
-        true
+    fn knows(&self, feature: Feature) -> bool {
+        !matches!(feature, Feature::Hints | Feature::Streams)
     }
 
     fn ring(&self) {}

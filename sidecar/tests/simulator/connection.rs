@@ -5,7 +5,7 @@ use std::rc::Rc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use connector_shim::core::endpoint::Endpoint;
+use connector_shim::core::endpoint::{Endpoint, Feature};
 use shm_protocol::pool::{SlotRef, verify_slot};
 use shm_protocol::region::Region;
 use shm_protocol::session::SessionMemory;
@@ -56,31 +56,7 @@ impl Endpoint for Connection {
         Duration::from_millis(self.lease_ttl_ms)
     }
 
-    fn knows_tails(&self) -> bool {
-        true
-    }
-
-    fn knows_states(&self) -> bool {
-        true
-    }
-
-    fn knows_devices(&self) -> bool {
-        true
-    }
-
-    fn knows_hints(&self) -> bool {
-        true
-    }
-
-    fn knows_handover(&self) -> bool {
-        true
-    }
-
-    fn knows_streams(&self) -> bool {
-        true
-    }
-
-    fn knows_acceptance(&self) -> bool {
+    fn knows(&self, _: Feature) -> bool {
         true
     }
 

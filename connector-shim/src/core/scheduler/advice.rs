@@ -8,7 +8,7 @@ use shm_protocol::message::Status;
 use shm_protocol::request::{self, LogKeys, SchedulerRequest};
 
 use super::EngineSession;
-use crate::core::endpoint::Endpoint;
+use crate::core::endpoint::{Endpoint, Feature};
 
 // === impl EngineSession: advice ===
 
@@ -16,7 +16,7 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
     /// Posts advice on the first `count` keys of a log, and returns its operation. `alone`: the log is of no request.
     /// `None`: no sidecar that knows hints, no keys, or no room.
     pub fn advise(&mut self, handle: i64, count: u32, advice: Advice, alone: bool) -> Option<u64> {
-        let link = self.link.as_mut().filter(|link| link.connection.knows_hints())?;
+        let link = self.link.as_mut().filter(|link| link.connection.knows(Feature::Hints))?;
         let (log, of) = link.logs.get(handle)?;
         let keys = LogKeys { log, from: 0, count: of.askable(0, count) };
         let op = self.next_op;

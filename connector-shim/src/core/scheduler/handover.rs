@@ -5,7 +5,7 @@ use std::ops::Deref;
 use shm_protocol::key::BlockHash;
 
 use super::EngineSession;
-use crate::core::endpoint::Endpoint;
+use crate::core::endpoint::{Endpoint, Feature};
 use crate::error::ShimError;
 
 // === impl EngineSession: handovers ===
@@ -47,7 +47,7 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
     /// block. Returns false without room, or if the sidecar does not know tails.
     pub fn append_tail(&mut self, handle: i64, tail: &[u8]) -> Result<bool, ShimError> {
         let tail = BlockHash::from_slice(tail)?;
-        let knows = self.connection().is_some_and(|connection| connection.knows_tails());
+        let knows = self.connection().is_some_and(|connection| connection.knows(Feature::Tails));
         let Some(length) = self.length(handle).filter(|_| knows) else { return Ok(false) };
         let end = self.extend(handle, (length, 1), true, |_, key| {
             *key = tail;

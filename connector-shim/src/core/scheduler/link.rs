@@ -17,7 +17,7 @@ use shm_protocol::session::{RegionRing, Ring};
 use super::SchedulerCounters;
 use super::announced::Announced;
 use crate::core::arena::{BlockIds, Chunks};
-use crate::core::endpoint::Endpoint;
+use crate::core::endpoint::{Endpoint, Feature};
 use crate::core::log_table::{LogTable, RequestLog};
 use crate::core::plan::Plan;
 use crate::core::saves::Saves;
@@ -242,8 +242,8 @@ impl<C: Deref<Target: Endpoint>> SchedulerLink<C> {
         // Two engines that both await and promise the same keys would wait for each other.
         let promised = log.promised
             && !log.awaits
-            && self.connection.knows_handover()
-            && self.connection.knows_acceptance();
+            && self.connection.knows(Feature::Handover)
+            && self.connection.knows(Feature::Acceptance);
         let mut hash = BlockHash([0; HASH_BYTES_MAX]);
         while log.length < end {
             let from = log.length;

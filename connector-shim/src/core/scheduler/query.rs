@@ -14,7 +14,7 @@ use shm_protocol::source::Source;
 
 use super::EngineSession;
 use super::link::PostedQuery;
-use crate::core::endpoint::Endpoint;
+use crate::core::endpoint::{Endpoint, Feature};
 use crate::core::log_table::LogLease;
 use crate::core::notices::NoticeCause;
 use crate::core::plan::Plan;
@@ -119,11 +119,11 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
         let (number, log) = link.logs.get(handle)?;
         let awaits = log.awaits;
         let last = self.config.last;
-        let is_known = !last || link.connection.knows_states();
+        let is_known = !last || link.connection.knows(Feature::States);
         if count == 0 || count as usize > QUERY_KEYS || start.checked_add(count)? > log.length || !is_known {
             return None;
         }
-        let awaits = awaits && link.connection.knows_handover();
+        let awaits = awaits && link.connection.knows(Feature::Handover);
         let patience = if awaits { PENDING_MAX } else { Duration::ZERO };
         let is_stalled = self
             .stalled
@@ -137,7 +137,8 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
         let op = self.next_op;
         let keys = LogKeys { log: number, from: start, count };
         let arriving = self.config.part_blocks > 0 && !(awaits && count <= self.config.whole_blocks);
-        let streams = self.config.streams && arriving && !awaits && !last && link.connection.knows_streams();
+        let streams =
+            self.config.streams && arriving && !awaits && !last && link.connection.knows(Feature::Streams);
         let query = Query { op, keys, arriving, awaits, last, streams };
         if link.submission.post(SchedulerRequest::Query(query)).is_none() {
             self.counters.queries_without_room += 1;

@@ -15,14 +15,16 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tonic::{Code, Status};
 
+use super::blocks::BlocksAsk;
 use super::dial::dial_address;
 use super::follow::describe_status;
 use super::service::inventory_client::InventoryClient;
 use super::shared::ControlShared;
+use super::wire::blocks::ListedBlock;
 use super::wire::namespaces::{Listed, NamespacesReply, NamespacesRequest, NodeNamespace};
 use super::wire::{MalformedReply, REPLY_BYTES_MAX};
 use crate::refusals::Reason;
-use crate::transport::{BootId, NodeId};
+use crate::transport::{BootId, NodeId, PeerNumber};
 
 /// An answer is used again for this long.
 const REMEMBERED: Duration = Duration::from_secs(1);
@@ -37,11 +39,18 @@ const TAKEN_MAX: usize = 1 << 16;
 /// All namespaces of a node, once they are counted; `None` if the count failed.
 pub type Counted = Pin<Box<dyn Future<Output = Option<Vec<NodeNamespace>>> + Send>>;
 
-/// Lists the namespaces known to this node.
+/// The best blocks of a namespace, once they are listed; `None` if that failed.
+pub type BlocksListed = Pin<Box<dyn Future<Output = Option<Vec<ListedBlock>>> + Send>>;
+
+/// Lists the namespaces and the blocks known to this node.
 pub trait Listing: Debug + Send + Sync {
     /// Returns all known namespaces, with their blocks counted now; `None` if the count failed. It must not
     /// block.
     fn list_namespaces(&self) -> Counted;
+
+    /// Returns the best blocks of a namespace for this peer, if it is a member; `None` if they were not listed. It
+    /// must not block.
+    fn list_blocks(&self, asker: Option<PeerNumber>, asked: BlocksAsk) -> BlocksListed;
 }
 
 /// A node without namespaces.
@@ -68,6 +77,10 @@ struct TakenAnswers {
 
 impl Listing for Unlisted {
     fn list_namespaces(&self) -> Counted {
+        Box::pin(std::future::ready(Some(Vec::new())))
+    }
+
+    fn list_blocks(&self, _: Option<PeerNumber>, _: BlocksAsk) -> BlocksListed {
         Box::pin(std::future::ready(Some(Vec::new())))
     }
 }

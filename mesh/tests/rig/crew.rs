@@ -7,7 +7,7 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
 use mesh::control::{
-    Control, ControlConfig, ControlLimits, DataAddresses, Listing, MemberEvent, Members, NamespacesAnswer,
+    BlocksAsk, Control, ControlConfig, ControlLimits, DataAddresses, ListedBlock, Listing, MemberEvent, Members, NamespacesAnswer,
     Parting, Resolve, System, Unlisted,
 };
 use mesh::digest::{Digest, DigestChange};
@@ -33,6 +33,7 @@ pub(crate) fn patient() -> ControlLimits {
         back_off_max: Duration::from_millis(50),
         etcd: LONG,
         namespaces: LONG,
+        lists: LONG,
     }
 }
 
@@ -81,6 +82,9 @@ pub(crate) struct Member {
     pub(crate) promises: (Vec<Digest>, u32),
     /// It states that it keeps standing asks.
     pub(crate) keeps_asks: bool,
+    /// The number of its messages that it leaves, and its lists of blocks.
+    pub(crate) leaving: u32,
+    pub(crate) lists: Vec<(BlocksAsk, Vec<ListedBlock>)>,
     overfull: bool,
     /// Its inventory was requested again.
     resync: bool,
@@ -260,6 +264,8 @@ impl Seen {
                     filter: None,
                     promises: Default::default(),
                     keeps_asks: false,
+                    leaving: 0,
+                    lists: Vec::new(),
                     overfull: false,
                     resync: false,
                     snapshots: 0,
@@ -268,7 +274,7 @@ impl Seen {
                 };
                 self.members.insert(number, member);
             }
-            MemberEvent::Greeted { number, keeps_asks } => self.member(number).keeps_asks = keeps_asks,
+            MemberEvent::Greeted { number, keeps_asks, .. } => self.member(number).keeps_asks = keeps_asks,
             MemberEvent::Left { number, why } => {
                 let member = self.members.remove(&number).expect("who leaves was there");
                 self.left.push((number, member.peer.node, why));
@@ -299,6 +305,8 @@ impl Seen {
                 member.promises = (promises, member.promises.1 + 1);
             }
             MemberEvent::Stale { number } => self.member(number).stale += 1,
+            MemberEvent::Leaving { number } => self.member(number).leaving += 1,
+            MemberEvent::Listed { number, ask, blocks } => self.member(number).lists.push((ask, blocks)),
             MemberEvent::Note(text) => self.notes.push(text),
         }
     }

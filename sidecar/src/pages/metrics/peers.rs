@@ -9,7 +9,7 @@ use mesh::transport::PeerNumber;
 use prometheus::{Gauge, IntCounterVec, IntGauge, Registry};
 
 use super::figures::{Figure, MetricFigures, counters_of, raise_counter, register_gauge, show_gauge};
-use crate::core::{FAULT_NAMES, PeersStats};
+use crate::core::{FAULT_NAMES, PeersStats, PrefetchReason};
 
 const COUNTERS: &[Figure<PeersStats>] = &[
     ("mesh_fetches_total", "Fetches from peers.", |s| s.fetches),
@@ -29,6 +29,27 @@ const COUNTERS: &[Figure<PeersStats>] = &[
         "mesh_standing_blocks_total",
         "Blocks requested from a peer that had promised them, before it had them.",
         |s| s.standing_blocks,
+    ),
+    (
+        "mesh_prefetched_blocks_total",
+        "Blocks fetched from peers before any request asked for them, after the start of the first engine of their \
+         namespace.",
+        |s| s.prefetched.came[PrefetchReason::Started as usize],
+    ),
+    (
+        "mesh_rescued_blocks_total",
+        "Blocks fetched from a peer that was about to end, because no other pod had them.",
+        |s| s.prefetched.came[PrefetchReason::Leaving as usize],
+    ),
+    (
+        "mesh_prefetched_used_blocks_total",
+        "Blocks of mesh_prefetched_blocks_total and mesh_rescued_blocks_total that a request has found.",
+        |s| s.prefetched.used,
+    ),
+    (
+        "mesh_prefetched_unused_blocks_total",
+        "The same blocks, evicted or removed before any request found them.",
+        |s| s.prefetched.unused,
     ),
     ("mesh_asks_total", "Requests for blocks that peers sent to this sidecar.", |s| s.asks),
     (
@@ -77,6 +98,11 @@ const COUNTERS: &[Figure<PeersStats>] = &[
 const GAUGES: &[Figure<PeersStats>] = &[
     ("mesh_peers", "Members of the mesh other than this node.", |s| s.peers.len() as u64),
     ("mesh_fetching_blocks", "Blocks on their way from peers.", |s| s.fetching),
+    (
+        "unique_blocks",
+        "Blocks in memory that no peer announces, counted at least every 10 s; more slowly for large pools.",
+        |s| s.unique_blocks,
+    ),
     ("mesh_granted_bytes", "Bytes that peers are reading from this sidecar.", |s| s.granted_bytes),
     (
         "mesh_distrusted_blocks",
@@ -146,6 +172,7 @@ pub(super) struct PeersMetrics {
     endpoints_empty: IntGauge,
     names_unresolved: IntGauge,
     pace: Gauge,
+    unique_value: Gauge,
     each: MetricFigures<PeerStats>,
     faults: IntCounterVec,
     refusals: IntCounterVec,
@@ -166,6 +193,11 @@ impl PeersMetrics {
             "Seconds between two batches of changes sent to a peer; they grow with the number of peers.";
         let pace = Gauge::new("pillion_mesh_pace_seconds", help)?;
         registry.register(Box::new(pace.clone()))?;
+        let help = "Seconds that engines would be expected to compute again if this sidecar's blocks were lost: the \
+             blocks that no peer has, by the time to compute each at the begin of a prompt and the chance of its use while \
+             as many blocks are used as there is room for.";
+        let unique_value = Gauge::new("pillion_unique_value_seconds", help)?;
+        registry.register(Box::new(unique_value.clone()))?;
         let each = MetricFigures::labelled(registry, ("mesh_peer", "peer"), PEER_COUNTERS, PEER_GAUGES)?;
         let help = "Blocks that a peer did not deliver, by kind. absent: it does not have the block; corrupt: the \
              checksum does not match; short: it closed the connection within the block; timeout: it took too long; \
@@ -182,7 +214,7 @@ impl PeersMetrics {
         let reasons = Reason::ALL.map(Reason::name);
         let refusals = counters_of(registry, "mesh_refusals_total", help, "reason", &reasons)?;
         let shown = BTreeSet::new();
-        Ok(Self { figures, endpoints_empty, names_unresolved, pace, each, faults, refusals, shown })
+        Ok(Self { figures, endpoints_empty, names_unresolved, pace, unique_value, each, faults, refusals, shown })
     }
 
     /// Publishes the counts of refusals. Called by one thread alone.
@@ -207,6 +239,7 @@ impl PeersMetrics {
     ) {
         show_gauge(&self.endpoints_empty, endpoints_empty as u64);
         show_gauge(&self.names_unresolved, names_unresolved as u64);
+        self.unique_value.set(stats.unique_value_seconds);
         for (kind, total) in FAULT_NAMES.iter().zip(stats.faults) {
             raise_counter(&self.faults.with_label_values(&[kind]), total);
         }

@@ -472,7 +472,7 @@ fn a_member_without_a_right_list_is_reported_to_have_none() {
     {
         let (namespaces, asked) = (NamespacesScript::Unknown, Arc::default());
         let (to, _liar) = start_liar(Liar { script: Arc::new(script()), asked, namespaces, blocks: reply });
-        let one = crew(&[&to], patient());
+        let one = Plan::new("one", address(), Members::Static(vec![to])).start();
         let number = one.joined("liar", 1);
         let ask = BlocksAsk { namespace: NamespaceDigest([1; 16]), block_bytes: 1, blocks: 5 };
         one.control().ask_blocks(number, ask);

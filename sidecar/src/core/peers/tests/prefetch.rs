@@ -110,7 +110,7 @@ fn a_pod_that_has_served_for_a_minute_asks_no_new_peer() {
 fn each_of_several_peers_has_an_equal_part_of_the_free_slots() {
     let mut scene = Scene::with(A, 0..40);
     scene.join(B, 0..40);
-    [A, B].map(|peer| scene.greet(peer));
+    [A, B].into_iter().for_each(|peer| scene.greet(peer));
     scene.save(1000..1012);
     scene.tick(100);
     let part = (POOL_BLOCKS - 12) / 2;
@@ -185,7 +185,9 @@ fn after_a_start_nothing_is_evicted_for_a_prefetch() {
     }
     assert_eq!((scene.keeps(500..500 + POOL_BLOCKS), came + here), (here, POOL_BLOCKS as usize));
     // Saves evict them like any others: they were not used.
-    scene.save(1000..1050);
+    for first in (1000..1000 + POOL_BLOCKS).step_by(8) {
+        scene.save(first..first + 8);
+    }
     let stats = scene.prefetched();
     assert!(stats.unused > 0 && stats.used == 0, "{stats:?}");
 }
@@ -232,7 +234,7 @@ fn a_leaving_sidecar_lists_each_unique_block_once_and_grants_it() {
     scene.save(0..8);
     scene.event(CoreEvent::Drain);
     assert!(!scene.engine.core.begin_leaving(), "no peer would take a block");
-    [A, B].map(|peer| scene.greet(peer));
+    [A, B].into_iter().for_each(|peer| scene.greet(peer));
     assert!(scene.engine.core.begin_leaving());
     let hashes = |list: Vec<ListedBlock>| list.iter().map(|block| block.hash).collect::<Vec<_>>();
     let first = hashes(scene.best_blocks(Some(A), BlocksAsk { blocks: 4, ..ASK }));

@@ -9,7 +9,10 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use mesh::control::wire::namespaces::{NodeNamespace, StatedFacts};
-use mesh::control::{BlocksAsk, BlocksListed, Control, ControlLimits, Counted, ListedBlock, Listing, MemberEvent, Members, Parting};
+use mesh::control::{
+    BlocksAsk, BlocksListed, Control, ControlLimits, Counted, ListedBlock, Listing, MemberEvent, Members,
+    Parting,
+};
 use mesh::digest::Digest;
 use mesh::refusals::Reason;
 use mesh::tls::Security;

@@ -467,9 +467,7 @@ fn a_member_without_a_right_list_is_reported_to_have_none() {
     let script = || vec![Said::Hello(hello()), begin(1, 0), chunk(1, Vec::new(), true)];
     let wrong = ListBlocksReply { parents: vec![9], ..list_of_one() };
     let other_node = ListBlocksReply { node: "another".into(), ..list_of_one() };
-    for (reply, blocks) in
-        [(None, 0), (Some(wrong), 0), (Some(other_node), 0), (Some(list_of_one()), 1)]
-    {
+    for (reply, blocks) in [(None, 0), (Some(wrong), 0), (Some(other_node), 0), (Some(list_of_one()), 1)] {
         let (namespaces, asked) = (NamespacesScript::Unknown, Arc::default());
         let (to, _liar) = start_liar(Liar { script: Arc::new(script()), asked, namespaces, blocks: reply });
         let one = Plan::new("one", address(), Members::Static(vec![to])).start();

@@ -3,6 +3,8 @@
 mod client;
 #[path = "mesh/score.rs"]
 mod score;
+#[path = "mesh/starts.rs"]
+mod starts;
 
 use std::ffi::OsStr;
 use std::io::Write;

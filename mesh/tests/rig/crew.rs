@@ -7,8 +7,8 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
 use mesh::control::{
-    BlocksAsk, Control, ControlConfig, ControlLimits, DataAddresses, ListedBlock, Listing, MemberEvent, Members, NamespacesAnswer,
-    Parting, Resolve, System, Unlisted,
+    BlocksAsk, Control, ControlConfig, ControlLimits, DataAddresses, ListedBlock, Listing, MemberEvent,
+    Members, NamespacesAnswer, Parting, Resolve, System, Unlisted,
 };
 use mesh::digest::{Digest, DigestChange};
 use mesh::directory::Filter;

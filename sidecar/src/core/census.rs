@@ -3,7 +3,6 @@
 
 use std::collections::BTreeMap;
 
-use shm_protocol::key::NamespaceDigest;
 use tiers::dram::Walk;
 
 use super::Base;
@@ -29,7 +28,7 @@ pub(super) struct Census {
     at: Option<Walk>,
     next_ms: u64,
     sums: BTreeMap<u32, UniqueBlocks>,
-    last: BTreeMap<NamespaceDigest, UniqueBlocks>,
+    last: UniqueBlocks,
 }
 
 // === impl Census ===
@@ -38,7 +37,7 @@ impl Census {
     /// Looks at some more blocks.
     pub(super) fn step(&mut self, base: &Base) {
         let Base { engines, sources, cx } = base;
-        let Some(mesh) = sources.mesh() else { return };
+        let mesh = sources.mesh();
         if self.at.is_none() {
             if cx.now_ms < self.next_ms {
                 return;
@@ -47,11 +46,11 @@ impl Census {
             self.sums.clear();
         }
         let seconds = engines.block_seconds();
-        let slots = STEP / (1 + mesh.directory().peer_count());
+        let slots = STEP / (1 + mesh.map_or(0, |mesh| mesh.directory().peer_count()));
         let sums = &mut self.sums;
         let at = self.at.expect("set above");
         self.at = cx.dram.walk_ranked(at, slots.max(1), |block| {
-            let Some(is_unique) = mesh.is_unique(&block.key, cx) else { return };
+            let is_unique = mesh.is_none_or(|mesh| mesh.is_unique(&block.key, cx) == Some(true));
             let sum = sums.entry(block.key.namespace).or_default();
             sum.blocks += 1;
             if is_unique {
@@ -61,19 +60,16 @@ impl Census {
             }
         });
         if self.at.is_none() {
-            let name = |(number, sum): (&u32, &UniqueBlocks)| Some((*cx.namespaces.shared(*number)?, *sum));
-            self.last.clear();
-            for (name, sum) in self.sums.iter().filter_map(name) {
-                let all = self.last.entry(name).or_default();
-                all.blocks += sum.blocks;
-                all.unique += sum.unique;
-                all.value_seconds += sum.value_seconds;
+            self.last = UniqueBlocks::default();
+            for sum in self.sums.values() {
+                self.last.unique += sum.unique;
+                self.last.value_seconds += sum.value_seconds;
             }
         }
     }
 
-    /// Returns the result of the last whole walk, by namespace.
-    pub(super) fn result(&self) -> &BTreeMap<NamespaceDigest, UniqueBlocks> {
-        &self.last
+    /// Returns the result of the last whole walk.
+    pub(super) fn result(&self) -> UniqueBlocks {
+        self.last
     }
 }

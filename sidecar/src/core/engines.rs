@@ -246,8 +246,7 @@ impl Engines {
     pub(super) fn bindings(&self) -> Vec<Binding> {
         let engines = self.schedulers.values().filter(|scheduler| !scheduler.is_probe());
         let bindings = engines.filter_map(SchedulerRole::binding).filter(|binding| !binding.is_private());
-        let by_space: BTreeMap<Space, Binding> =
-            bindings.map(|binding| (binding.space(), binding)).collect();
+        let by_space: BTreeMap<Space, Binding> = bindings.map(|binding| (binding.space(), binding)).collect();
         by_space.into_values().collect()
     }
 

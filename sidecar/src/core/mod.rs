@@ -56,8 +56,8 @@ use shm_protocol::source::Source;
 use tiers::dram::{Dram, HintedCounts};
 
 use self::announcer::Announcer;
-pub use self::best_blocks::BestBlocks;
 use self::arrivals::{SourceLane, Waiter};
+pub use self::best_blocks::BestBlocks;
 use self::census::Census;
 pub use self::census::UniqueBlocks;
 use self::context::Context;
@@ -479,7 +479,7 @@ impl Core {
                 queries.keep_ask(ask, (peer, blocks, terms), base);
             }
             MeshEvent::Listed { peer, ask, blocks } => {
-                self.prefetches.take_list(peer, ask, &blocks, base.cx.now_ms);
+                self.prefetches.take_list(peer, ask, &blocks, &mut base.cx);
             }
             event => {
                 if let MeshEvent::Left(peer) = event {
@@ -715,11 +715,13 @@ impl Core {
             peer.bytes_per_second = self.base.cx.arrivals.flows.bytes_per_second(SourceLane::Peer(peer.peer));
         }
         stats.prefetched = self.base.cx.prefetched.stats;
-        for sum in self.census.result().values() {
-            stats.unique_blocks += sum.unique;
-            stats.unique_value_seconds += sum.value_seconds;
-        }
+        stats.unique_blocks = self.census.result().unique;
         Some(self.queries.count_waits(stats))
+    }
+
+    /// Returns the blocks here that no peer has, and their value.
+    pub fn unique_blocks(&self) -> UniqueBlocks {
+        self.census.result()
     }
 
     /// Returns the number of the first tier with this source.

@@ -48,6 +48,8 @@ pub enum PrefetchReason {
 /// Blocks prefetched by this sidecar.
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
 pub struct PrefetchStats {
+    /// Lists that peers sent, or failed to send.
+    pub lists: u64,
     /// Blocks that came, by [`PrefetchReason`].
     pub came: [u64; 2],
     /// Blocks used by a request.
@@ -84,8 +86,16 @@ pub(super) struct Prefetches {
 struct PeerAllowance {
     /// Blocks that the peer may still list.
     left: u32,
-    /// True from a question to the end of its list.
-    is_open: bool,
+    phase: AllowancePhase,
+}
+
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+enum AllowancePhase {
+    /// The peer may be asked.
+    Idle,
+    Asked,
+    /// The blocks of its list are fetched.
+    Listed,
 }
 
 /// The rest of a peer's list.
@@ -153,12 +163,12 @@ impl Prefetches {
             let leaving = mesh.leaving_peers().map(|peer| (peer, PrefetchReason::Leaving, leave));
             for (peer, reason, most) in started.chain(leaving) {
                 let left = u32::try_from(most).unwrap_or(u32::MAX);
-                let new = PeerAllowance { left, is_open: false };
+                let new = PeerAllowance { left, phase: AllowancePhase::Idle };
                 let allowance = self.allowances.entry((peer, space, reason)).or_insert(new);
-                if allowance.is_open || allowance.left == 0 {
+                if allowance.phase != AllowancePhase::Idle || allowance.left == 0 {
                     continue;
                 }
-                allowance.is_open = true;
+                allowance.phase = AllowancePhase::Asked;
                 let blocks = allowance.left.min(LISTED_MAX as u32);
                 let ask = BlocksAsk { namespace: space.digest, block_bytes: bytes, blocks };
                 cx.actions.push(Action::AskBlocks { peer, ask });
@@ -167,11 +177,20 @@ impl Prefetches {
     }
 
     /// Takes a peer's list. One without a question has no effect.
-    pub(super) fn take_list(&mut self, peer: PeerNumber, ask: BlocksAsk, listed: &[ListedBlock], now_ms: u64) {
+    pub(super) fn take_list(
+        &mut self,
+        peer: PeerNumber,
+        ask: BlocksAsk,
+        listed: &[ListedBlock],
+        cx: &mut Context,
+    ) {
         let space = Space { digest: ask.namespace, block_bytes: ask.block_bytes };
         let reasons = [PrefetchReason::Leaving, PrefetchReason::Started];
         for of in reasons.map(|reason| (peer, space, reason)) {
-            let Some(allowance) = self.allowances.get_mut(&of).filter(|of| of.is_open) else { continue };
+            let asked = |allowance: &&mut PeerAllowance| allowance.phase == AllowancePhase::Asked;
+            let Some(allowance) = self.allowances.get_mut(&of).filter(asked) else { continue };
+            cx.prefetched.stats.lists += 1;
+            allowance.phase = AllowancePhase::Listed;
             let count = listed.len().min(ask.blocks as usize);
             // A list shorter than asked for has all of the peer's blocks.
             let is_full = count == ask.blocks as usize;
@@ -179,7 +198,7 @@ impl Prefetches {
             let parent = |block: &ListedBlock| Some(listed.get(block.parent? as usize)?.hash);
             let blocks = listed[..count].iter().map(|block| (*block, parent(block))).collect();
             let wait_ms = if of.2 == PrefetchReason::Started { START_MS } else { LEAVE_MS };
-            self.lists.push_back(PrefetchList { of, blocks, until_ms: now_ms.saturating_add(wait_ms) });
+            self.lists.push_back(PrefetchList { of, blocks, until_ms: cx.now_ms.saturating_add(wait_ms) });
             return;
         }
     }
@@ -217,7 +236,10 @@ impl Prefetches {
     }
 
     fn end_list(&mut self, list: &PrefetchList) {
-        self.allowances.get_mut(&list.of).into_iter().for_each(|allowance| allowance.is_open = false);
+        self.allowances
+            .get_mut(&list.of)
+            .into_iter()
+            .for_each(|allowance| allowance.phase = AllowancePhase::Idle);
     }
 }
 

@@ -40,12 +40,7 @@ impl Dram {
 
     /// Does the same for the next `slots` slots at most, with the ranks of blocks. A parent mostly has no smaller
     /// rank than its children; see [`Dram::best`].
-    pub fn walk_ranked(
-        &self,
-        from: Walk,
-        slots: usize,
-        mut see: impl FnMut(&RankedBlock),
-    ) -> Option<Walk> {
+    pub fn walk_ranked(&self, from: Walk, slots: usize, mut see: impl FnMut(&RankedBlock)) -> Option<Walk> {
         self.walk_entries(from, slots.min(SLOTS), |id, entry| {
             let parent = self.slab.parent(id).map(|parent| self.slab.entries.get(parent).generation);
             let uses = self.policy.uses(entry.standing);
@@ -76,12 +71,7 @@ impl Dram {
     }
 
     /// Passes the entries of the findable blocks of the next slots to `see`, each with its number.
-    fn walk_entries(
-        &self,
-        from: Walk,
-        slots: usize,
-        mut see: impl FnMut(u32, &SlotEntry),
-    ) -> Option<Walk> {
+    fn walk_entries(&self, from: Walk, slots: usize, mut see: impl FnMut(u32, &SlotEntry)) -> Option<Walk> {
         let Walk { mut segment, mut slot } = from;
         let mut left = slots;
         while segment < self.slab.segments.len() {

@@ -14,9 +14,8 @@ pub const FAULT_NAMES: [&str; 8] =
 pub struct PeersStats {
     pub peers: Vec<PeerStats>,
     pub prefetched: PrefetchStats,
-    /// Blocks in DRAM that no peer announces, and the seconds of computing that they are expected to save.
+    /// Blocks in DRAM that no peer announces.
     pub unique_blocks: u64,
-    pub unique_value_seconds: f64,
     /// Blocks on their way from peers now.
     pub fetching: u64,
     /// Blocks no peer is asked for in this life.

@@ -31,24 +31,24 @@ const COUNTERS: &[Figure<PeersStats>] = &[
         |s| s.standing_blocks,
     ),
     (
+        "mesh_lists_total",
+        "Peers' lists of their best blocks, and questions for one without an answer.",
+        |s| s.prefetched.lists,
+    ),
+    (
         "mesh_prefetched_blocks_total",
-        "Blocks fetched from peers before any request asked for them, after the start of the first engine of their \
-         namespace.",
+        "Blocks fetched from peers before any request asked for them, in the first 60 s of an engine.",
         |s| s.prefetched.came[PrefetchReason::Started as usize],
     ),
-    (
-        "mesh_rescued_blocks_total",
-        "Blocks fetched from a peer that was about to end, because no other pod had them.",
-        |s| s.prefetched.came[PrefetchReason::Leaving as usize],
-    ),
-    (
-        "mesh_prefetched_used_blocks_total",
-        "Blocks of mesh_prefetched_blocks_total and mesh_rescued_blocks_total that a request has found.",
-        |s| s.prefetched.used,
-    ),
+    ("mesh_rescued_blocks_total", "Blocks fetched from ending peers, because no other pod had them.", |s| {
+        s.prefetched.came[PrefetchReason::Leaving as usize]
+    }),
+    ("mesh_prefetched_used_blocks_total", "Prefetched and rescued blocks that a request has found.", |s| {
+        s.prefetched.used
+    }),
     (
         "mesh_prefetched_unused_blocks_total",
-        "The same blocks, evicted or removed before any request found them.",
+        "Prefetched and rescued blocks that were evicted before any request found them.",
         |s| s.prefetched.unused,
     ),
     ("mesh_asks_total", "Requests for blocks that peers sent to this sidecar.", |s| s.asks),
@@ -98,11 +98,7 @@ const COUNTERS: &[Figure<PeersStats>] = &[
 const GAUGES: &[Figure<PeersStats>] = &[
     ("mesh_peers", "Members of the mesh other than this node.", |s| s.peers.len() as u64),
     ("mesh_fetching_blocks", "Blocks on their way from peers.", |s| s.fetching),
-    (
-        "unique_blocks",
-        "Blocks in memory that no peer announces, counted at least every 10 s; more slowly for large pools.",
-        |s| s.unique_blocks,
-    ),
+    ("mesh_unique_blocks", "Blocks in memory that no peer announces.", |s| s.unique_blocks),
     ("mesh_granted_bytes", "Bytes that peers are reading from this sidecar.", |s| s.granted_bytes),
     (
         "mesh_distrusted_blocks",
@@ -172,7 +168,6 @@ pub(super) struct PeersMetrics {
     endpoints_empty: IntGauge,
     names_unresolved: IntGauge,
     pace: Gauge,
-    unique_value: Gauge,
     each: MetricFigures<PeerStats>,
     faults: IntCounterVec,
     refusals: IntCounterVec,
@@ -193,11 +188,6 @@ impl PeersMetrics {
             "Seconds between two batches of changes sent to a peer; they grow with the number of peers.";
         let pace = Gauge::new("pillion_mesh_pace_seconds", help)?;
         registry.register(Box::new(pace.clone()))?;
-        let help = "Seconds that engines would be expected to compute again if this sidecar's blocks were lost: the \
-             blocks that no peer has, by the time to compute each at the begin of a prompt and the chance of its use while \
-             as many blocks are used as there is room for.";
-        let unique_value = Gauge::new("pillion_unique_value_seconds", help)?;
-        registry.register(Box::new(unique_value.clone()))?;
         let each = MetricFigures::labelled(registry, ("mesh_peer", "peer"), PEER_COUNTERS, PEER_GAUGES)?;
         let help = "Blocks that a peer did not deliver, by kind. absent: it does not have the block; corrupt: the \
              checksum does not match; short: it closed the connection within the block; timeout: it took too long; \
@@ -214,7 +204,7 @@ impl PeersMetrics {
         let reasons = Reason::ALL.map(Reason::name);
         let refusals = counters_of(registry, "mesh_refusals_total", help, "reason", &reasons)?;
         let shown = BTreeSet::new();
-        Ok(Self { figures, endpoints_empty, names_unresolved, pace, unique_value, each, faults, refusals, shown })
+        Ok(Self { figures, endpoints_empty, names_unresolved, pace, each, faults, refusals, shown })
     }
 
     /// Publishes the counts of refusals. Called by one thread alone.
@@ -239,7 +229,6 @@ impl PeersMetrics {
     ) {
         show_gauge(&self.endpoints_empty, endpoints_empty as u64);
         show_gauge(&self.names_unresolved, names_unresolved as u64);
-        self.unique_value.set(stats.unique_value_seconds);
         for (kind, total) in FAULT_NAMES.iter().zip(stats.faults) {
             raise_counter(&self.faults.with_label_values(&[kind]), total);
         }

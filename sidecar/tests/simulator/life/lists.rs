@@ -36,7 +36,9 @@ impl Mesh {
 impl Life {
     /// A peer asks for the best blocks here. All of them are kept, and none comes twice or before its parent.
     pub(super) fn list_for_peer(&mut self, ctx: &mut Ctx) {
-        let Some((namespace, bytes)) = self.mesh.as_ref().and_then(|mesh| mesh.any_namespace(ctx)) else { return };
+        let Some((namespace, bytes)) = self.mesh.as_ref().and_then(|mesh| mesh.any_namespace(ctx)) else {
+            return;
+        };
         let blocks = ctx.rng.within(1, 40) as u32;
         let ask = BlocksAsk { namespace, block_bytes: bytes.into(), blocks };
         let asker = ctx.rng.one_in(2).then(|| PeerNumber(ctx.rng.within(1, 4) as u32));

@@ -26,7 +26,7 @@ from testkit.waiting import wait_for
 
 PROMPT_TOKENS = 30_000
 BLOCK_BYTES = 64 << 10
-# Blocks of the engine's memory: more than any request's.
+# Blocks of the engine's memory: more than any request has.
 DEVICE_BLOCKS = 256
 # Requests before the third pod starts; those of its time; the first pod's last prompts.
 WARM, PLAYED, LAST = 1200, 600, 200
@@ -73,6 +73,7 @@ class Pod:
         engine.scheduler.end_step()
 
     def metric(self, name: str) -> int:
+        """A metric of the sidecar; 0 if the sidecar has none of this name."""
         return self.sidecar.metrics().get(name, 0)
 
 
@@ -87,6 +88,7 @@ class Router:
         self._turn = 0
 
     def choose(self, keys: list[bytes]) -> Pod:
+        """The pod for a request."""
         # The first block is the same in most conversations.
         known = next((pod for key in reversed(keys[1:]) if (pod := self._of_key.get(key)) in self.pods), None)
         if known is None:
@@ -112,6 +114,7 @@ def chain(blocks: list[int]) -> list[bytes]:
 
 
 def share(found: int, asked: int) -> float:
+    """A part of 1."""
     return round(found / max(asked, 1), 4)
 
 
@@ -138,11 +141,17 @@ def measure(seconds: float, room: int, binary: Path | None) -> dict[str, float]:
             pod.serve(keys, prompt)
             if pod is first:
                 served_first.append(keys[:prompt])
-        steady = [sum(now) for now in zip(*((pod.asked - a, pod.found - f) for pod, (a, f) in zip((first, second), before)))]
+        asked, found = (
+            sum(now)
+            for now in (
+                [pod.asked - was for pod, (was, _) in zip((first, second), before, strict=True)],
+                [pod.found - was for pod, (_, was) in zip((first, second), before, strict=True)],
+            )
+        )
         fetched = new.metric("pillion_mesh_fetched_blocks_total")
         prefetched = new.metric("pillion_mesh_prefetched_blocks_total")
         result = {
-            "steady_share": share(steady[1], steady[0]),
+            "steady_share": share(found, asked),
             "new_pod_share": share(new.found, new.asked),
             "new_pod_share_here": share(new.found - (fetched - prefetched), new.asked),
             "prefetched_blocks": prefetched,
@@ -172,6 +181,7 @@ def measure(seconds: float, room: int, binary: Path | None) -> dict[str, float]:
 
 
 def main() -> None:
+    """Measures one or two sidecars."""
     parser = harness.parser(__doc__)
     parser.add_argument("--seconds", type=float, default=60, help="the time of the third pod's requests (default: %(default)s)")
     parser.add_argument("--room", type=int, default=1024, help="MiB of each pod (default: %(default)s)")

@@ -29,17 +29,16 @@ use std::time::Duration;
 use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 use tokio::sync::oneshot;
 
-pub use self::blocks::BlocksAsk;
 use self::control_loop::ControlCommand;
 pub use self::dial::check_address as check_peer;
 #[cfg(feature = "etcd")]
 pub use self::etcd::Etcd;
 pub use self::names::{Resolve, System};
 pub use self::namespaces::{BlocksListed, Counted, FACTS_BYTES_MAX, Listing, NamespacesAnswer, Unlisted};
-pub use self::wire::blocks::{LISTED_MAX, ListedBlock};
 use crate::MeshError;
 pub use crate::backlog::BacklogRoom;
 use crate::digest::{Digest, DigestChange};
+use crate::listed::BlocksAsk;
 use crate::listen::bind_listener;
 pub use crate::membership::{DataAddresses, MemberEvent, Parting};
 use crate::pace;

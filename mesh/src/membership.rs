@@ -18,9 +18,9 @@ use std::fmt;
 use std::net::SocketAddr;
 
 use crate::backlog::BacklogRoom;
-use crate::control::{BlocksAsk, ListedBlock};
 use crate::digest::{Digest, DigestChange};
 use crate::directory::Filter;
+use crate::listed::{BlocksAsk, ListedBlock};
 use crate::refusals::Reason;
 use crate::transport::{BootId, MEMBERS_MAX, NodeId, Peer, PeerNumber};
 

@@ -9,11 +9,9 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use mesh::control::wire::namespaces::{NodeNamespace, StatedFacts};
-use mesh::control::{
-    BlocksAsk, BlocksListed, Control, ControlLimits, Counted, ListedBlock, Listing, MemberEvent, Members,
-    Parting,
-};
+use mesh::control::{BlocksListed, Control, ControlLimits, Counted, Listing, MemberEvent, Members, Parting};
 use mesh::digest::Digest;
+use mesh::listed::{BlocksAsk, ListedBlock};
 use mesh::refusals::Reason;
 use mesh::tls::Security;
 use mesh::transport::PeerNumber;

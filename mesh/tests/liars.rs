@@ -18,7 +18,8 @@ use mesh::control::wire::{
     Begin, CheckedReply, Delta, DigestChunk, FollowHeartbeat, FollowHello, FollowPromises, FollowReply,
     FollowRequest, Said, ServerFeatures, VERSION, WaitReply, WaitRequest,
 };
-use mesh::control::{BlocksAsk, ControlLimits, LISTED_MAX, Members};
+use mesh::control::{ControlLimits, Members};
+use mesh::listed::{BlocksAsk, LISTED_MAX};
 use mesh::refusals::Reason;
 use rig::crew::{Crew, Plan, added, address, digest, patient};
 use rig::{LONG, now};
@@ -432,7 +433,7 @@ fn a_greeting_of_an_earlier_release_states_no_features() {
     assert_eq!(features, ServerFeatures::default());
 }
 
-/// A list of one block by the liar, which has no parent.
+/// A list of one block by the liar, without a parent.
 fn list_of_one() -> ListBlocksReply {
     let (mesh, node) = ("test".into(), "liar".into());
     let (hashes, parents, uses) = (vec![1; 32], vec![0], vec![1.0]);

@@ -3,7 +3,6 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use shm_protocol::key::NamespaceDigest;
 use tonic::Status;
 
 use super::MemberEvent;
@@ -12,23 +11,14 @@ use super::follow::describe_status;
 use super::service::inventory_client::InventoryClient;
 use super::shared::ControlShared;
 use super::wire::REPLY_BYTES_MAX;
-use super::wire::blocks::{ListBlocksReply, ListBlocksRequest, ListedBlock};
+use super::wire::blocks::{ListBlocksReply, ListBlocksRequest};
+use crate::listed::{BlocksAsk, ListedBlock};
 use crate::refusals::Reason;
 use crate::transport::PeerNumber;
 
 /// After a list the node makes no other for so many times as long as this one took: peers cannot keep its data
 /// thread busy.
 const RESTS: u32 = 4;
-
-/// A question for the best blocks of a namespace.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub struct BlocksAsk {
-    pub namespace: NamespaceDigest,
-    /// Bytes of a block, all shards.
-    pub block_bytes: u64,
-    /// Blocks that the client has room for.
-    pub blocks: u32,
-}
 
 /// Returns this node's answer to a peer, one peer after the other.
 pub(super) async fn describe_blocks(

@@ -13,9 +13,10 @@ use tokio::task::JoinHandle;
 #[cfg(feature = "etcd")]
 use super::etcd;
 use super::shared::{ControlShared, Seen};
-use super::{BlocksAsk, ControlConfig, Members, NamespacesAnswer, blocks, follow, names, namespaces, serve};
+use super::{ControlConfig, Members, NamespacesAnswer, blocks, follow, names, namespaces, serve};
 use crate::MeshError;
 use crate::digest::{Digest, DigestChange};
+use crate::listed::BlocksAsk;
 use crate::pace::GATHER;
 use crate::sync::{lock_mutex, read_clock};
 

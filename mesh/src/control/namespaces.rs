@@ -15,14 +15,13 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tonic::{Code, Status};
 
-use super::blocks::BlocksAsk;
 use super::dial::dial_address;
 use super::follow::describe_status;
 use super::service::inventory_client::InventoryClient;
 use super::shared::ControlShared;
-use super::wire::blocks::ListedBlock;
 use super::wire::namespaces::{Listed, NamespacesReply, NamespacesRequest, NodeNamespace};
 use super::wire::{MalformedReply, REPLY_BYTES_MAX};
+use crate::listed::{BlocksAsk, ListedBlock};
 use crate::refusals::Reason;
 use crate::transport::{BootId, NodeId, PeerNumber};
 

@@ -7,11 +7,12 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
 use mesh::control::{
-    BlocksAsk, Control, ControlConfig, ControlLimits, DataAddresses, ListedBlock, Listing, MemberEvent,
-    Members, NamespacesAnswer, Parting, Resolve, System, Unlisted,
+    Control, ControlConfig, ControlLimits, DataAddresses, Listing, MemberEvent, Members, NamespacesAnswer,
+    Parting, Resolve, System, Unlisted,
 };
 use mesh::digest::{Digest, DigestChange};
 use mesh::directory::Filter;
+use mesh::listed::{BlocksAsk, ListedBlock};
 use mesh::refusals::{Reason, RefusalCounts};
 use mesh::tls::Security;
 use mesh::transport::{NodeId, Peer, PeerNumber};

@@ -26,7 +26,9 @@ fn the_blocks_of_a_pod_that_ends_stay_at_its_peer() {
     let (first, second) = (one.start(&[&two]), two.start(&[&one]));
     let (mut saver, mut engine) = (Engine::connect(&first), Engine::connect(&second));
     // Their peers have no blocks yet: nothing comes before the end.
-    [&first, &second].iter().for_each(|sidecar| _ = sidecar.wait_metric("pillion_mesh_lists_total", |lists| lists == 1));
+    [&first, &second]
+        .iter()
+        .for_each(|sidecar| _ = sidecar.wait_metric("pillion_mesh_lists_total", |lists| lists == 1));
     let keys = saver.save(&mut 1);
     wait_known(&second, keys.len());
     first.terminate();

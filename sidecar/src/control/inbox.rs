@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::Duration;
 
-use mesh::control::ListedBlock;
+use mesh::listed::ListedBlock;
 use rustix::io::Errno;
 use shm_protocol::hints::Advice;
 use shm_protocol::key::{BlockHash, NamespaceDigest};
@@ -53,6 +53,8 @@ pub enum ControlAsk {
 #[derive(Debug)]
 pub struct Surveyed {
     pub namespaces: BTreeMap<NamespaceDigest, KeptCounts>,
+    /// Blocks in memory without an announcement of a peer; none without a mesh.
+    pub unique: BTreeMap<NamespaceDigest, u64>,
     /// True if the sidecar has disks.
     pub disks: bool,
     /// Each member's name and number of blocks; `None` without a mesh.

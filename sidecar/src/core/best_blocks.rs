@@ -1,15 +1,14 @@
-//! Lists of the best blocks of a namespace, for peers that fetch them before a request asks for them: a pod that
-//! has started, or any pod while this sidecar is about to end.
+//! Lists of the best blocks of a namespace. Peers fetch them before a request asks for them: after their start, or
+//! while this sidecar is about to end.
 //!
 //! - A list names blocks of one published namespace in DRAM; no block comes before its parent.
-//! - A serving sidecar leaves out blocks that the peer announces. A leaving one lists blocks that no peer announces,
-//!   each in one list.
-//! - The walk over DRAM takes many steps. A block that has gone meanwhile may be listed: it is absent when it is
-//!   asked for.
+//! - A serving sidecar leaves out the blocks announced by the peer. A leaving one lists the blocks of no peer, each in
+//!   one list.
+//! - The walk over DRAM takes many steps. A block gone meanwhile may be listed: it is absent when a peer asks for it.
 
 use std::collections::HashMap;
 
-use mesh::control::{BlocksAsk, LISTED_MAX, ListedBlock};
+use mesh::listed::{BlocksAsk, LISTED_MAX, ListedBlock};
 use mesh::transport::PeerNumber;
 use shm_protocol::key::BlockKey;
 use tiers::dram::{RankedBlock, Walk};

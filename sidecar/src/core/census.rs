@@ -1,8 +1,9 @@
-//! The census: how much of what is here no peer has, and the computing time that it saves. A walk over DRAM, some
-//! blocks at each tick, begins again when it ends.
+//! The census: the blocks of no peer, and the computing time saved by them. A walk over DRAM, some blocks at each
+//! tick, begins again when it ends.
 
 use std::collections::BTreeMap;
 
+use shm_protocol::key::NamespaceDigest;
 use tiers::dram::Walk;
 
 use super::Base;
@@ -12,13 +13,12 @@ const STEP: usize = 8192;
 /// Milliseconds from the begin of one walk to the next.
 const EVERY_MS: u64 = 10_000;
 
-/// Blocks of a namespace in DRAM.
+/// Blocks of this sidecar alone.
 #[derive(Copy, Clone, Debug, Default, PartialEq)]
 pub struct UniqueBlocks {
-    pub blocks: u64,
-    /// Blocks that no peer announces.
+    /// Blocks without an announcement of a peer.
     pub unique: u64,
-    /// Seconds that engines here are expected to spend on computing the unique blocks again if these were lost.
+    /// Expected seconds of computing the unique blocks again if these were lost.
     pub value_seconds: f64,
 }
 
@@ -27,8 +27,9 @@ pub struct UniqueBlocks {
 pub(super) struct Census {
     at: Option<Walk>,
     next_ms: u64,
+    /// By the number of the namespace.
     sums: BTreeMap<u32, UniqueBlocks>,
-    last: UniqueBlocks,
+    last: BTreeMap<u32, UniqueBlocks>,
 }
 
 // === impl Census ===
@@ -50,26 +51,34 @@ impl Census {
         let sums = &mut self.sums;
         let at = self.at.expect("set above");
         self.at = cx.dram.walk_ranked(at, slots.max(1), |block| {
-            let is_unique = mesh.is_none_or(|mesh| mesh.is_unique(&block.key, cx) == Some(true));
-            let sum = sums.entry(block.key.namespace).or_default();
-            sum.blocks += 1;
-            if is_unique {
+            if mesh.is_none_or(|mesh| mesh.is_unique(&block.key, cx) == Some(true)) {
                 let seconds = seconds.get(&block.key.namespace).copied().unwrap_or_default();
+                let sum = sums.entry(block.key.namespace).or_default();
                 sum.unique += 1;
                 sum.value_seconds += seconds * f64::from(block.uses.min(1.0));
             }
         });
         if self.at.is_none() {
-            self.last = UniqueBlocks::default();
-            for sum in self.sums.values() {
-                self.last.unique += sum.unique;
-                self.last.value_seconds += sum.value_seconds;
-            }
+            self.last = std::mem::take(&mut self.sums);
         }
     }
 
-    /// Returns the result of the last whole walk.
-    pub(super) fn result(&self) -> UniqueBlocks {
-        self.last
+    /// Returns the sum of the last whole walk.
+    pub(super) fn sum(&self) -> UniqueBlocks {
+        let add = |one: UniqueBlocks, other: &UniqueBlocks| UniqueBlocks {
+            unique: one.unique + other.unique,
+            value_seconds: one.value_seconds + other.value_seconds,
+        };
+        self.last.values().fold(UniqueBlocks::default(), add)
+    }
+
+    /// Returns the number of unique blocks of each published namespace, by the last whole walk.
+    pub(super) fn by_namespace(&self, base: &Base) -> BTreeMap<NamespaceDigest, u64> {
+        let mut unique = BTreeMap::new();
+        for (number, of) in &self.last {
+            let name = base.cx.namespaces.shared(*number);
+            name.into_iter().for_each(|name| *unique.entry(*name).or_default() += of.unique);
+        }
+        unique
     }
 }

@@ -11,7 +11,7 @@ use super::arrivals::Arrivals;
 use super::event::{Action, FinishedRequest};
 use super::handover::{HandoverBlocks, Lost, Produced};
 use super::namespaces::{Binding, Namespaces};
-use super::prefetch::PrefetchedBlocks;
+use super::prefetched::PrefetchedBlocks;
 use super::quotas::CoreQuotas;
 use super::stats::CoreStats;
 use super::timing::{Timed, Took};

@@ -3,9 +3,9 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use mesh::control::{BlocksAsk, ListedBlock};
 use mesh::digest::{Digest, DigestChange};
 use mesh::directory::Filter;
+use mesh::listed::{BlocksAsk, ListedBlock};
 use mesh::transport::{self, Fetch, Label, PeerNumber, StandingTerms};
 use shm_protocol::handshake::Hello;
 use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};

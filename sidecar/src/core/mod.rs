@@ -27,6 +27,7 @@ mod namespaces;
 mod operator;
 mod peers;
 mod prefetch;
+mod prefetched;
 mod queries;
 mod quotas;
 mod score;
@@ -43,7 +44,7 @@ mod worth;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use mesh::control::ListedBlock;
+use mesh::listed::ListedBlock;
 use shm_protocol::ACCEPT_SINCE;
 use shm_protocol::announcement::Announcement;
 use shm_protocol::handshake::Hello;
@@ -74,7 +75,7 @@ pub use self::inventory::{Eviction, KeptCounts, Location, Survey};
 use self::namespaces::Binding;
 pub use self::peers::{FAULT_NAMES, PeersStats, peer_tier};
 use self::prefetch::Prefetches;
-pub use self::prefetch::{PrefetchReason, PrefetchStats};
+pub use self::prefetched::{PrefetchReason, PrefetchStats};
 use self::queries::Queries;
 use self::quotas::CoreQuotas;
 pub use self::score::{PromptPlaces, PromptScore, ScoredKeys};
@@ -715,13 +716,19 @@ impl Core {
             peer.bytes_per_second = self.base.cx.arrivals.flows.bytes_per_second(SourceLane::Peer(peer.peer));
         }
         stats.prefetched = self.base.cx.prefetched.stats;
-        stats.unique_blocks = self.census.result().unique;
+        stats.unique_blocks = self.census.sum().unique;
         Some(self.queries.count_waits(stats))
     }
 
     /// Returns the blocks here that no peer has, and their value.
     pub fn unique_blocks(&self) -> UniqueBlocks {
-        self.census.result()
+        self.census.sum()
+    }
+
+    /// Returns the number of blocks of no peer in each namespace; none without a mesh.
+    pub fn unique_by_namespace(&self) -> BTreeMap<NamespaceDigest, u64> {
+        let mesh = self.base.sources.mesh();
+        mesh.map(|_| self.census.by_namespace(&self.base)).unwrap_or_default()
     }
 
     /// Returns the number of the first tier with this source.

@@ -1,18 +1,18 @@
-//! Prefetches: blocks of peers come into DRAM before a request asks for them. A pod that has started asks its peers
-//! for their best blocks, and every pod asks a leaving peer for those that no other pod has.
+//! Prefetches: blocks of peers come into DRAM before a request asks for them. A pod asks its peers for their best
+//! blocks after its start, and leaving peers for the blocks of no other pod.
 //!
 //! - Nothing is prefetched while any block is on its way for a request, and one batch is on its way at a time: a
-//!   request waits for that batch at most.
+//!   request waits for one batch at most.
 //! - Only blocks of a namespace with a served engine come, and count as this engine's: its share and its quota limit
 //!   them.
 //! - After a start, blocks come into free slots alone. A leaving peer's block may also take the place of one with fewer
 //!   expected uses.
-//! - A peer has a limit of blocks for each namespace; a list ends with the first batch that brings none.
+//! - A peer has a limit of blocks for each namespace; a list ends with its first batch without a block.
 
-use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 
-use mesh::control::{BlocksAsk, LISTED_MAX, ListedBlock};
 use mesh::directory::PeerCandidate;
+use mesh::listed::{BlocksAsk, LISTED_MAX, ListedBlock};
 use mesh::transport::PeerNumber;
 use shm_protocol::key::{BlockHash, BlockKey};
 use shm_protocol::source::Source;
@@ -20,12 +20,13 @@ use shm_protocol::source::Source;
 use super::arrivals::PART;
 use super::context::Context;
 use super::namespaces::{Binding, Space};
+use super::prefetched::PrefetchReason;
 use super::tier::TierSpan;
 use super::{Action, Base};
 
-/// Milliseconds after a namespace's first engine within which its blocks are prefetched.
+/// Milliseconds of prefetches after the first engine of a namespace.
 const START_MS: u64 = 60_000;
-/// Milliseconds for which a leaving peer's list is of use: no sidecar stays longer.
+/// Milliseconds of prefetches from a leaving peer: no sidecar stays longer.
 const LEAVE_MS: u64 = 30_000;
 /// Most peers asked for one namespace after a start.
 const PEERS_MAX: usize = 8;
@@ -35,40 +36,6 @@ const BATCH_BYTES: u64 = 4 << 20;
 const BATCH_BLOCKS_MAX: usize = 256;
 /// A leaving peer may fill 1 of so many parts of the pool.
 const LEAVE_PART: u64 = 2;
-
-/// The reason for a prefetch.
-#[derive(Copy, Clone, Debug, Eq, Ord, PartialEq, PartialOrd)]
-pub enum PrefetchReason {
-    /// A namespace's first engine is served here.
-    Started,
-    /// The peer is about to leave.
-    Leaving,
-}
-
-/// Blocks prefetched by this sidecar.
-#[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
-pub struct PrefetchStats {
-    /// Lists that peers sent, or failed to send.
-    pub lists: u64,
-    /// Blocks that came, by [`PrefetchReason`].
-    pub came: [u64; 2],
-    /// Blocks used by a request.
-    pub used: u64,
-    /// Blocks evicted or removed before any use.
-    pub unused: u64,
-}
-
-/// The prefetched blocks in DRAM and on their way.
-#[derive(Debug, Default)]
-pub(super) struct PrefetchedBlocks {
-    /// Blocks on their way, each with its parent.
-    coming: HashMap<BlockKey, Option<BlockKey>>,
-    /// Blocks here, not used so far.
-    unused: HashSet<BlockKey>,
-    /// Number of the last batch's blocks that came, and the reason for it.
-    batch: Option<(u64, PrefetchReason)>,
-    pub(super) stats: PrefetchStats,
-}
 
 /// The lists of peers, and the questions for them.
 #[derive(Debug, Default)]
@@ -84,7 +51,7 @@ pub(super) struct Prefetches {
 /// The limit of a peer for one namespace and one reason.
 #[derive(Copy, Clone, Debug)]
 struct PeerAllowance {
-    /// Blocks that the peer may still list.
+    /// Further blocks of the peer.
     left: u32,
     phase: AllowancePhase,
 }
@@ -105,38 +72,6 @@ struct PrefetchList {
     /// Each block with the hash of its parent.
     blocks: VecDeque<(ListedBlock, Option<BlockHash>)>,
     until_ms: u64,
-}
-
-// === impl PrefetchedBlocks ===
-
-impl PrefetchedBlocks {
-    /// Takes a block whose arrival ends. Returns its parent, if it is prefetched.
-    pub(super) fn take_coming(&mut self, key: &BlockKey) -> Option<Option<BlockKey>> {
-        self.coming.remove(key)
-    }
-
-    /// Notes that a block of the batch is here.
-    pub(super) fn note_here(&mut self, key: BlockKey) {
-        let Some((came, reason)) = &mut self.batch else { return };
-        *came += 1;
-        self.stats.came[*reason as usize] += 1;
-        self.unused.insert(key);
-    }
-
-    /// Notes that a request asked for a block here.
-    pub(super) fn use_block(&mut self, key: &BlockKey) {
-        if !self.unused.is_empty() && self.unused.remove(key) {
-            self.stats.used += 1;
-        }
-    }
-
-    /// Notes the changes in DRAM by an event.
-    pub(super) fn note_changes(&mut self, changes: &[(BlockKey, bool)]) {
-        if !self.unused.is_empty() {
-            let gone = changes.iter().filter(|(key, added)| !added && self.unused.remove(key));
-            self.stats.unused += gone.count() as u64;
-        }
-    }
 }
 
 // === impl Prefetches: questions ===
@@ -203,7 +138,7 @@ impl Prefetches {
         }
     }
 
-    /// Forgets a peer that has left.
+    /// Forgets a gone peer.
     pub(super) fn forget_peer(&mut self, peer: PeerNumber) {
         self.lists.retain(|list| list.of.0 != peer);
         self.allowances.retain(|(of, ..), _| *of != peer);
@@ -292,7 +227,7 @@ impl PrefetchList {
     }
 }
 
-/// True for a block that is neither here nor on its way.
+/// True for a block not here, and not on its way.
 fn is_absent(key: &BlockKey, cx: &Context) -> bool {
     let is_here = cx.dram.is_kept(key) || cx.dram.is_adopted(key) || cx.dram.filling(key).is_some();
     !is_here && cx.arrivals.source(key).is_none()

@@ -10,8 +10,9 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
-use mesh::control::{self, BacklogRoom, BlocksAsk, Control, MemberEvent, NamespaceAsker};
+use mesh::control::{self, BacklogRoom, Control, MemberEvent, NamespaceAsker};
 use mesh::digest::{Digest, DigestChange};
+use mesh::listed::BlocksAsk;
 use mesh::refusals::RefusalCounts;
 use mesh::transport::{self, BootId, Fetch, FetchDone, Grant, GrantedSlots, PeerNumber};
 use shm_protocol::blocks::PoolBlocks;

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use mesh::control::ListedBlock;
+use mesh::listed::ListedBlock;
 use mesh::transport::PeerNumber;
 
 use super::Runtime;
@@ -77,7 +77,8 @@ impl Runtime {
                 None => self.task = Some(AskTask::Survey(survey, reply)),
                 Some(namespaces) => {
                     let disks = self.disks.is_some();
-                    let _ = reply.send(Surveyed { namespaces, disks, peers: self.known_peers() });
+                    let unique = self.core.unique_by_namespace();
+                    let _ = reply.send(Surveyed { namespaces, unique, disks, peers: self.known_peers() });
                 }
             },
             AskTask::BestBlocks(_, reply) if reply.is_closed() => {}

@@ -23,7 +23,7 @@ pub struct RankedBlock {
     pub key: BlockKey,
     /// Number of its filling; no other block has it.
     pub generation: u64,
-    /// The filling of its parent, if that is kept.
+    /// The filling of its kept parent.
     pub parent: Option<u64>,
     /// Expected uses while as many blocks are used as the tier has room for.
     pub uses: f32,
@@ -49,7 +49,7 @@ impl Dram {
         })
     }
 
-    /// Returns the expected uses of the block that gives way to a new one of this size; `None` if a slot is free.
+    /// Returns the expected uses of the block evicted for a new one of this size; `None` if a slot is free.
     pub fn uses_given_up(&self, block_bytes: u64) -> Option<f32> {
         let geometry = Geometry::new(self.config.segment_bytes, block_bytes).ok()?;
         let class = self.slab.classes.iter().position(|class| class.geometry == geometry);
@@ -62,7 +62,7 @@ impl Dram {
         Some(next.unwrap_or(f32::INFINITY))
     }
 
-    /// Returns the number of blocks of this size for which slots are free.
+    /// Returns the number of free slots for blocks of this size.
     pub fn free_blocks(&self, block_bytes: u64) -> u64 {
         let Ok(geometry) = Geometry::new(self.config.segment_bytes, block_bytes) else { return 0 };
         let class = self.slab.classes.iter().find(|class| class.geometry == geometry);

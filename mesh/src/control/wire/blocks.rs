@@ -2,18 +2,15 @@
 //! [`ListBlocksReply`] over a connection of their own.
 //!
 //! The server checks `version` and `mesh` as for a follower. Its reply names blocks of one namespace and one size,
-//! the likeliest to be used again first, and no block before its parent. A serving node leaves out the blocks that
-//! the client announces; a leaving node lists only blocks that no peer announces, and each to one client. A list
-//! is only ever keys: the client fetches the blocks as it fetches any.
+//! the likeliest to be used again first, and no block before its parent. A serving node leaves out the blocks
+//! announced by the client; a leaving node lists only blocks without an announcement of any peer, and each to one
+//! client. A list is only ever keys: the client fetches the blocks as it fetches any.
 
 use shm_protocol::key::{BlockHash, HASH_BYTES_MAX, NamespaceDigest};
 
 use super::{ControlConfig, MalformedReply, VERSION, check_sender};
-use crate::control::BlocksAsk;
+use crate::listed::{BlocksAsk, LISTED_MAX, ListedBlock};
 use crate::transport::{BootId, NodeId};
-
-/// Maximum blocks of a list: some 180 KB, and 8 GiB of blocks of 2 MiB.
-pub const LISTED_MAX: usize = 4096;
 
 /// The request of a client, with its name and life.
 #[derive(Clone, PartialEq, prost::Message)]
@@ -31,7 +28,7 @@ pub struct ListBlocksRequest {
     pub namespace: Vec<u8>,
     #[prost(uint64, tag = "6")]
     pub block_bytes: u64,
-    /// Blocks that the client has room for.
+    /// Blocks with room at the client.
     #[prost(uint32, tag = "7")]
     pub blocks: u32,
 }
@@ -59,16 +56,6 @@ pub struct ListBlocksReply {
     pub uses: Vec<f32>,
 }
 
-/// A listed block.
-#[derive(Copy, Clone, Debug, PartialEq)]
-pub struct ListedBlock {
-    pub hash: BlockHash,
-    /// The place of its parent in the list: before its own.
-    pub parent: Option<u32>,
-    /// Expected uses while as many blocks are used as its node has room for.
-    pub uses: f32,
-}
-
 // === impl ListBlocksRequest ===
 
 impl ListBlocksRequest {
@@ -85,7 +72,7 @@ impl ListBlocksRequest {
         }
     }
 
-    /// Returns what a client asks for; `None`: its namespace is no digest.
+    /// Returns the question of a client; `None`: its namespace is no digest.
     pub(in crate::control) fn asked(&self) -> Option<BlocksAsk> {
         let namespace = NamespaceDigest(self.namespace.as_slice().try_into().ok()?);
         let blocks = self.blocks.min(LISTED_MAX as u32);

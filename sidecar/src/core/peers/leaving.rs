@@ -1,4 +1,4 @@
-//! Leaving: before this sidecar ends, peers take the blocks that no other pod has. It tells them, they ask for
+//! Leaving: before this sidecar ends, peers take the blocks of no other pod. It tells them, they ask for
 //! [lists](crate::core::best_blocks) and fetch the blocks as any others; nobody writes into another pod.
 
 use std::collections::{BTreeSet, HashSet};
@@ -9,16 +9,16 @@ use shm_protocol::key::BlockKey;
 use super::{MeshPeers, shared};
 use crate::core::context::Context;
 
-/// Milliseconds without a question, an ask or the end of a read of any peer after which none is expected: a peer
-/// asks within a tenth of a second.
+/// Milliseconds without a question, an ask or the end of a read of any peer: none is expected any more. A peer asks
+/// within a tenth of a second.
 const QUIET_MS: u64 = 1000;
 
 /// The leaves of peers, and of this sidecar.
 #[derive(Debug, Default)]
 pub(super) struct Leaving {
-    /// Peers that are about to leave.
+    /// Leaving peers.
     pub(super) peers: BTreeSet<PeerNumber>,
-    /// The time of the last activity of a peer since this sidecar told that it leaves.
+    /// The time of a peer's last activity since this sidecar began to leave.
     active_ms: Option<u64>,
     /// Blocks listed for a peer since then.
     listed: HashSet<BlockKey>,

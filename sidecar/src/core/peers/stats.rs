@@ -14,7 +14,7 @@ pub const FAULT_NAMES: [&str; 8] =
 pub struct PeersStats {
     pub peers: Vec<PeerStats>,
     pub prefetched: PrefetchStats,
-    /// Blocks in DRAM that no peer announces.
+    /// Blocks in DRAM without an announcement of a peer.
     pub unique_blocks: u64,
     /// Blocks on their way from peers now.
     pub fetching: u64,

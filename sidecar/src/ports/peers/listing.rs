@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use mesh::control::wire::namespaces::{NodeNamespace, StatedFacts};
-use mesh::control::{BlocksAsk, BlocksListed, Counted, Listing};
+use mesh::control::{BlocksListed, Counted, Listing};
+use mesh::listed::BlocksAsk;
 use mesh::transport::PeerNumber;
 use shm_protocol::key::NamespaceDigest;
 use tokio::sync::oneshot;

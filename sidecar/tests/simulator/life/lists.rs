@@ -3,7 +3,7 @@
 
 use std::collections::BTreeSet;
 
-use mesh::control::{BlocksAsk, ListedBlock};
+use mesh::listed::{BlocksAsk, ListedBlock};
 use mesh::transport::PeerNumber;
 use shm_protocol::key::BlockHash;
 use sidecar::core::{BestBlocks, MeshEvent};

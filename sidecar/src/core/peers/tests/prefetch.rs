@@ -1,6 +1,6 @@
 //! Blocks fetched before a request asks for them, and lists of blocks for peers.
 
-use mesh::control::{BlocksAsk, ListedBlock};
+use mesh::listed::{BlocksAsk, ListedBlock};
 
 use super::*;
 use crate::core::{BestBlocks, PrefetchReason, PrefetchStats};

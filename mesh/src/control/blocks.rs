@@ -31,6 +31,9 @@ pub(super) async fn describe_blocks(
     // The task goes on if the client hangs up: its rest is for the others' sake.
     tokio::spawn(async move {
         let _one = shared.listing_blocks.lock().await;
+        if reply.is_closed() {
+            return;
+        }
         let began = tokio::time::Instant::now();
         let listed = tokio::time::timeout(limit, shared.config.listing.list_blocks(asker, asked)).await;
         let _ = reply.send(listed.ok().flatten().map(|blocks| ListBlocksReply::new(&shared.config, &blocks)));

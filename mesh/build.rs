@@ -20,6 +20,13 @@ fn main() {
         .output_type("crate::control::wire::namespaces::NamespacesReply")
         .codec_path("tonic_prost::ProstCodec")
         .build();
+    let list_blocks = Method::builder()
+        .name("list_blocks")
+        .route_name("ListBlocks")
+        .input_type("crate::control::wire::blocks::ListBlocksRequest")
+        .output_type("crate::control::wire::blocks::ListBlocksReply")
+        .codec_path("tonic_prost::ProstCodec")
+        .build();
     let wait = Method::builder()
         .name("wait")
         .route_name("Wait")
@@ -28,6 +35,6 @@ fn main() {
         .codec_path("tonic_prost::ProstCodec")
         .build();
     let inventory = Service::builder().package("pillion.mesh.v1").name("Inventory");
-    let inventory = inventory.method(follow).method(namespaces).method(wait).build();
+    let inventory = inventory.method(follow).method(namespaces).method(list_blocks).method(wait).build();
     Builder::new().compile(&[inventory]);
 }

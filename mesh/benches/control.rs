@@ -163,7 +163,7 @@ fn keep(news: &Receiver<MemberEvent>, followed: &AtomicU64) {
             MemberEvent::Promises { number, promises, .. } => {
                 _ = directory.replace_promises(number, promises)
             }
-            MemberEvent::Greeted { .. } => {}
+            MemberEvent::Greeted { .. } | MemberEvent::Leaving { .. } | MemberEvent::Listed { .. } => {}
             MemberEvent::Left { number, why } => panic!("{number:?} left: {why}"),
             MemberEvent::Stale { number: PeerNumber(number) } => eprintln!("nothing is heard of {number}"),
             MemberEvent::Note(text) => eprintln!("{text}"),

@@ -6,6 +6,7 @@
 //! follower is cut off if it stops reading.
 
 mod back_off;
+mod blocks;
 mod control_loop;
 mod dial;
 #[cfg(feature = "etcd")]
@@ -33,10 +34,11 @@ pub use self::dial::check_address as check_peer;
 #[cfg(feature = "etcd")]
 pub use self::etcd::Etcd;
 pub use self::names::{Resolve, System};
-pub use self::namespaces::{Counted, FACTS_BYTES_MAX, Listing, NamespacesAnswer, Unlisted};
+pub use self::namespaces::{BlocksListed, Counted, FACTS_BYTES_MAX, Listing, NamespacesAnswer, Unlisted};
 use crate::MeshError;
 pub use crate::backlog::BacklogRoom;
 use crate::digest::{Digest, DigestChange};
+use crate::listed::BlocksAsk;
 use crate::listen::bind_listener;
 pub use crate::membership::{DataAddresses, MemberEvent, Parting};
 use crate::pace;
@@ -129,6 +131,8 @@ pub struct ControlLimits {
     /// Limit for a question about namespaces, from the question to all answers, and for a count of the own
     /// blocks.
     pub namespaces: Duration,
+    /// Limit for a question for a member's best blocks, and for a list of the own ones.
+    pub lists: Duration,
 }
 
 /// Figures of the control thread, read by the metrics.
@@ -220,6 +224,7 @@ impl Default for ControlLimits {
             back_off_max: Duration::from_secs(5),
             etcd: Duration::from_secs(3),
             namespaces: Duration::from_secs(1),
+            lists: blocks::LIMIT,
         }
     }
 }
@@ -279,6 +284,16 @@ impl Control {
     /// with more room follows.
     pub fn resync(&self, peer: PeerNumber) {
         self.order(ControlCommand::Resync(peer));
+    }
+
+    /// Asks a member for its best blocks. One [`MemberEvent::Listed`] follows.
+    pub fn ask_blocks(&self, peer: PeerNumber, ask: BlocksAsk) {
+        self.order(ControlCommand::AskBlocks(peer, ask));
+    }
+
+    /// Tells the followers that this node is about to leave: they may ask for blocks that no other node has.
+    pub fn leave(&self) {
+        self.order(ControlCommand::Leave);
     }
 
     /// Returns a handle to ask members for their namespaces.

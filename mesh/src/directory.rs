@@ -287,6 +287,17 @@ impl Directory {
         })
     }
 
+    /// Number of peers.
+    pub fn peer_count(&self) -> usize {
+        self.members.len()
+    }
+
+    /// True if a peer's filter has a block.
+    pub fn keeps(&self, peer: PeerNumber, key: Digest) -> bool {
+        let member = self.position(peer).ok().map(|at| &self.members[at]);
+        member.and_then(|member| member.filter.as_ref()).is_some_and(|filter| filter.contains(key))
+    }
+
     /// Peers with a block in their filters, including those with an open breaker.
     pub fn holders(&self, key: Digest) -> impl Iterator<Item = PeerNumber> + '_ {
         let has = move |member: &&DirectoryMember| {

@@ -17,6 +17,7 @@ pub mod digest;
 pub mod directory;
 mod error;
 pub mod feed;
+pub mod listed;
 mod listen;
 pub mod membership;
 pub mod pace;

@@ -20,6 +20,7 @@ use std::net::SocketAddr;
 use crate::backlog::BacklogRoom;
 use crate::digest::{Digest, DigestChange};
 use crate::directory::Filter;
+use crate::listed::{BlocksAsk, ListedBlock};
 use crate::refusals::Reason;
 use crate::transport::{BootId, MEMBERS_MAX, NodeId, Peer, PeerNumber};
 
@@ -46,9 +47,13 @@ pub enum MemberEvent {
         /// Address at which RDMA is set up, if the member has NICs for it.
         rdma: Option<SocketAddr>,
     },
-    /// A member's stream is up, and states whether the member keeps standing asks. An earlier member did not
-    /// state it.
-    Greeted { number: PeerNumber, keeps_asks: bool },
+    /// A member's stream is up, and states whether the member keeps standing asks, and lists its best blocks. An
+    /// earlier member did not state it.
+    Greeted { number: PeerNumber, keeps_asks: bool, lists_blocks: bool },
+    /// A member is about to leave: it lists blocks that no other node has.
+    Leaving { number: PeerNumber },
+    /// The answer of a member to the question for its best blocks; none if it did not answer rightly.
+    Listed { number: PeerNumber, ask: BlocksAsk, blocks: Vec<ListedBlock> },
     /// A member has left and must be cut off. No event has its number again.
     Left { number: PeerNumber, why: Parting },
     /// The whole inventory of a member.
@@ -287,6 +292,12 @@ impl Membership {
             member.down_ms.is_none() && is((&member.identity.node, member.identity.boot))
         };
         is((&self.own.0, self.own.1)) || self.members().any(|(_, member)| up(member))
+    }
+
+    /// The number of this life of a node, if it is a member.
+    pub fn number_of(&self, node: &str, boot: u64) -> Option<PeerNumber> {
+        let is = |identity: &Identity| identity.node.as_str() == node && identity.boot.0.get() == boot;
+        self.members().find(|(_, member)| is(&member.identity)).map(|(_, member)| member.number)
     }
 
     /// The live holder of a name, if another life claims it: a member with its address, or this node.

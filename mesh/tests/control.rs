@@ -9,14 +9,17 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use mesh::control::wire::namespaces::{NodeNamespace, StatedFacts};
-use mesh::control::{Control, ControlLimits, Counted, Listing, MemberEvent, Members, Parting};
+use mesh::control::{BlocksListed, Control, ControlLimits, Counted, Listing, MemberEvent, Members, Parting};
 use mesh::digest::Digest;
+use mesh::listed::{BlocksAsk, ListedBlock};
 use mesh::refusals::Reason;
 use mesh::tls::Security;
+use mesh::transport::PeerNumber;
 use rig::certificates::{Authority, Folder, NAME};
 use rig::crew::{Crew, Plan, Seen, added, address, digest, patient, removed};
 use rig::proxy::{Proxy, Trouble, Troubles};
 use rig::{WATCHDOG, now};
+use shm_protocol::key::{BlockHash, NamespaceDigest};
 use shm_protocol::namespace::{self, Facts};
 
 /// Namespaces of a node, and how often they were counted.
@@ -26,10 +29,37 @@ struct Counting {
     counts: AtomicU64,
 }
 
+/// A node with a list of two blocks for one namespace.
+#[derive(Debug)]
+struct Listed(NamespaceDigest);
+
+impl Listing for Listed {
+    fn list_namespaces(&self) -> Counted {
+        Box::pin(std::future::ready(None))
+    }
+
+    fn list_blocks(&self, asker: Option<PeerNumber>, asked: BlocksAsk) -> BlocksListed {
+        let blocks = if asker.is_some() && asked.namespace == self.0 { two_blocks() } else { Vec::new() };
+        Box::pin(std::future::ready(Some(blocks)))
+    }
+}
+
+fn two_blocks() -> Vec<ListedBlock> {
+    let block = |number, parent| {
+        let hash = BlockHash::from_words([number, 0, 0, 0]);
+        ListedBlock { hash, parent, uses: 0.5 }
+    };
+    vec![block(1, None), block(2, Some(0))]
+}
+
 impl Listing for Counting {
     fn list_namespaces(&self) -> Counted {
         self.counts.fetch_add(1, Ordering::Relaxed);
         Box::pin(std::future::ready(Some(self.all.clone())))
+    }
+
+    fn list_blocks(&self, _: Option<PeerNumber>, _: BlocksAsk) -> BlocksListed {
+        Box::pin(std::future::ready(None))
     }
 }
 
@@ -82,6 +112,36 @@ fn nodes_that_list_each_other_know_what_each_keeps_whoever_is_first() {
             assert_eq!(seen.members[&number].snapshots, 1);
         });
     }
+}
+
+#[test]
+fn a_leaving_node_says_so_once_and_lists_its_blocks_for_members() {
+    let all = [address(), address()];
+    let namespace = NamespaceDigest([7; 16]);
+    let mut plan = Plan::listing("one", all[0], &all);
+    plan.listing = Arc::new(Listed(namespace));
+    let one = plan.start();
+    let two = Plan::listing("two", all[1], &all).start();
+    let number = two.joined("one", 1);
+    one.joined("two", 1);
+    let ask = BlocksAsk { namespace, block_bytes: 1 << 20, blocks: 10 };
+    two.control().ask_blocks(number, ask);
+    let other = BlocksAsk { namespace: NamespaceDigest([8; 16]), ..ask };
+    two.control().ask_blocks(number, other);
+    let lists = two.wait("two lists", |seen| {
+        let lists = &seen.members.get(&number)?.lists;
+        (lists.len() == 2).then(|| lists.clone())
+    });
+    for (asked, blocks) in [(ask, two_blocks()), (other, Vec::new())] {
+        assert!(lists.contains(&(asked, blocks)), "{lists:?}");
+    }
+    one.control().leave();
+    two.wait("the leave", |seen| (seen.members.get(&number)?.leaving == 1).then_some(()));
+    // The stream goes on, also a new one, which states the leave again.
+    one.publish(added(0..10));
+    two.keeps(number, 0..10, 100..200);
+    two.control().resync(number);
+    two.wait("the leave again", |seen| (seen.members.get(&number)?.leaving == 2).then_some(()));
 }
 
 #[test]

@@ -12,15 +12,18 @@ use std::time::Duration;
 
 use mesh::control::service::inventory_client::InventoryClient;
 use mesh::control::service::inventory_server::{Inventory, InventoryServer};
+use mesh::control::wire::blocks::{ListBlocksReply, ListBlocksRequest};
 use mesh::control::wire::namespaces::{NamespaceMessage, NamespacesReply, NamespacesRequest};
 use mesh::control::wire::{
     Begin, CheckedReply, Delta, DigestChunk, FollowHeartbeat, FollowHello, FollowPromises, FollowReply,
     FollowRequest, Said, ServerFeatures, VERSION, WaitReply, WaitRequest,
 };
 use mesh::control::{ControlLimits, Members};
+use mesh::listed::{BlocksAsk, LISTED_MAX};
 use mesh::refusals::Reason;
 use rig::crew::{Crew, Plan, added, address, digest, patient};
 use rig::{LONG, now};
+use shm_protocol::key::NamespaceDigest;
 use shm_protocol::namespace::{self, Facts};
 use tokio_stream::{Stream, StreamExt};
 use tonic::transport::{Channel, Endpoint};
@@ -38,6 +41,8 @@ struct Liar {
     script: Arc<Vec<Said>>,
     asked: Arc<Mutex<Vec<FollowRequest>>>,
     namespaces: NamespacesScript,
+    /// `None`: the method is unknown to it.
+    blocks: Option<ListBlocksReply>,
 }
 
 /// A liar's answer about namespaces.
@@ -68,6 +73,10 @@ impl Inventory for Liar {
         }
     }
 
+    async fn list_blocks(&self, _: Request<ListBlocksRequest>) -> Result<Response<ListBlocksReply>, Status> {
+        self.blocks.clone().map(Response::new).ok_or_else(|| Status::unimplemented(""))
+    }
+
     async fn wait(&self, _: Request<WaitRequest>) -> Result<Response<WaitReply>, Status> {
         Err(Status::unimplemented("a liar does not listen"))
     }
@@ -79,7 +88,10 @@ fn liar(script: Vec<Said>) -> (String, Liar) {
 }
 
 fn liar_of(script: Vec<Said>, namespaces: NamespacesScript) -> (String, Liar) {
-    let liar = Liar { script: Arc::new(script), asked: Arc::default(), namespaces };
+    start_liar(Liar { script: Arc::new(script), asked: Arc::default(), namespaces, blocks: None })
+}
+
+fn start_liar(liar: Liar) -> (String, Liar) {
     let address = address();
     let service = InventoryServer::new(liar.clone());
     let serving = tonic::transport::Server::builder().add_service(service).serve(address);
@@ -418,5 +430,55 @@ fn a_follower_that_is_wrong_is_refused_with_the_reason() {
 fn a_greeting_of_an_earlier_release_states_no_features() {
     let reply = FollowReply { said: Some(Said::Hello(hello())) };
     let Ok(CheckedReply::Hello(_, _, features)) = reply.validate() else { panic!("a greeting") };
-    assert_eq!(features, ServerFeatures { hears_waits: false, keeps_asks: false });
+    assert_eq!(features, ServerFeatures::default());
+}
+
+/// A list of one block by the liar, without a parent.
+fn list_of_one() -> ListBlocksReply {
+    let (mesh, node) = ("test".into(), "liar".into());
+    let (hashes, parents, uses) = (vec![1; 32], vec![0], vec![1.0]);
+    ListBlocksReply { version: VERSION, mesh, node, boot: 1, hashes, parents, uses }
+}
+
+#[test]
+fn a_list_with_an_invalid_block_is_no_list() {
+    let good = list_of_one();
+    assert_eq!(good.clone().validate().unwrap().3.len(), 1);
+    let long = LISTED_MAX + 1;
+    for wrong in [
+        ListBlocksReply { hashes: vec![1; 31], ..good.clone() },
+        ListBlocksReply { parents: vec![1], ..good.clone() },
+        ListBlocksReply { parents: Vec::new(), ..good.clone() },
+        ListBlocksReply { uses: vec![f32::NAN], ..good.clone() },
+        ListBlocksReply { uses: vec![-1.0], ..good.clone() },
+        ListBlocksReply { boot: 0, ..good.clone() },
+        ListBlocksReply {
+            hashes: vec![1; 32 * long],
+            parents: vec![0; long],
+            uses: vec![0.0; long],
+            ..good.clone()
+        },
+    ] {
+        assert!(wrong.clone().validate().is_err(), "{wrong:?}");
+    }
+}
+
+#[test]
+fn a_member_without_a_right_list_is_reported_to_have_none() {
+    let script = || vec![Said::Hello(hello()), begin(1, 0), chunk(1, Vec::new(), true)];
+    let wrong = ListBlocksReply { parents: vec![9], ..list_of_one() };
+    let other_node = ListBlocksReply { node: "another".into(), ..list_of_one() };
+    for (reply, blocks) in [(None, 0), (Some(wrong), 0), (Some(other_node), 0), (Some(list_of_one()), 1)] {
+        let (namespaces, asked) = (NamespacesScript::Unknown, Arc::default());
+        let (to, _liar) = start_liar(Liar { script: Arc::new(script()), asked, namespaces, blocks: reply });
+        let one = Plan::new("one", address(), Members::Static(vec![to])).start();
+        let number = one.joined("liar", 1);
+        let ask = BlocksAsk { namespace: NamespaceDigest([1; 16]), block_bytes: 1, blocks: 5 };
+        one.control().ask_blocks(number, ask);
+        let lists = one.wait("a list", |seen| {
+            let lists = &seen.members.get(&number)?.lists;
+            (!lists.is_empty()).then(|| lists.clone())
+        });
+        assert_eq!((lists[0].0, lists[0].1.len()), (ask, blocks));
+    }
 }

@@ -31,8 +31,8 @@ use tools::{bench, connector, ctl, doctor, facts, inject, keys, reference, top};
 /// The longest time for copies in flight after SIGTERM: at 30 GiB/s any engine's step takes a fraction of it,
 /// and Kubernetes waits for 30 s.
 const GRACE: Duration = Duration::from_secs(5);
-/// The same with disks, which get the blocks in memory: 10 s less than Kubernetes' default.
-const GRACE_WITH_DISKS: Duration = Duration::from_secs(20);
+/// The same with disks or peers, which get the blocks in memory: 10 s less than Kubernetes' default.
+const GRACE_LONG: Duration = Duration::from_secs(20);
 
 /// Pillion keeps a vLLM pod's KV cache in DRAM and on SSD, and shares it with other pods.
 #[derive(Parser)]
@@ -196,7 +196,7 @@ fn run_router(options: router::RouteOptions) -> anyhow::Result<ExitCode> {
         }
     };
     std::thread::Builder::new().name("pillion-signals".into()).spawn(watch)?;
-    router::serve_router(options, reload, async { drop(told.await) }, GRACE_WITH_DISKS)?;
+    router::serve_router(options, reload, async { drop(told.await) }, GRACE_LONG)?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -254,7 +254,8 @@ fn serve_until_signal(config: &ServeConfig, log: LogLevel) -> anyhow::Result<()>
         bail!("a thread of the sidecar ended with a panic, shown above: report it with the log");
     }
     tracing::info!("draining");
-    let grace = if config.ssd.is_empty() { GRACE } else { GRACE_WITH_DISKS };
+    let is_short = config.ssd.is_empty() && config.mesh.is_none();
+    let grace = if is_short { GRACE } else { GRACE_LONG };
     server.drain(grace)?;
     tracing::info!("drained");
     Ok(())

@@ -3,6 +3,8 @@
 mod client;
 #[path = "mesh/score.rs"]
 mod score;
+#[path = "mesh/starts.rs"]
+mod starts;
 
 use std::ffi::OsStr;
 use std::io::Write;
@@ -280,7 +282,12 @@ fn a_pod_that_is_killed_while_it_gives_blocks_costs_misses_alone() {
         let keys: Vec<BlockHash> = (0..2 + round).flat_map(|_| engine.save(&mut stamp)).collect();
         // The number of blocks differs from the life before, whose peer may not be given up yet.
         first.wait_metric("pillion_mesh_peers", |peers| peers == 1);
-        wait_known(&second, keys.len());
+        second.wait_metric("pillion_mesh_peers", |peers| peers == 1);
+        // It has blocks of its peer, too, fetched at its start.
+        watch("all of its blocks", || {
+            let (known, kept) = (second.metric("pillion_mesh_peer_keys"), first.metric("pillion_blocks"));
+            (known == kept).then_some(())
+        });
         other.post_query(&keys);
         if round == ROUNDS - 1 {
             // In the last round the kill comes after the fetch.

@@ -49,6 +49,9 @@ use self::turn::Turn;
 /// Interval of ticks of the core, and the largest age of a heartbeat while sessions exist.
 const TICK: Duration = Duration::from_millis(100);
 
+/// Time before the end of the grace at which peers take no more blocks: their reads end by themselves.
+const LEFT_BEFORE: Duration = Duration::from_secs(1);
+
 /// The sidecar's part of each welcome.
 #[derive(Debug)]
 pub struct Terms {
@@ -113,6 +116,8 @@ pub struct Runtime {
     last_io: Duration,
     fences_since: Option<Duration>,
     end_by: Option<Duration>,
+    /// True while peers may take blocks that no other pod has.
+    leaving: bool,
 }
 
 // === impl Runtime ===
@@ -171,6 +176,7 @@ impl Runtime {
             last_io: Duration::ZERO,
             fences_since: None,
             end_by: None,
+            leaving: false,
         }
     }
 
@@ -242,12 +248,18 @@ impl Runtime {
                     self.core.write_all(&mut self.out);
                     self.apply();
                 }
-                self.peers.iter().for_each(PeersPort::drain);
+                self.leaving = !self.lost && self.core.begin_leaving();
+                let part = if self.leaving { PeersPort::leave } else { PeersPort::drain };
+                self.peers.iter().for_each(part);
             }
             return false;
         };
+        if self.leaving && (!self.core.is_leaving(self.now) || self.now + LEFT_BEFORE >= end_by) {
+            self.leaving = false;
+            self.peers.iter().for_each(PeersPort::drain);
+        }
         let summing = self.checksums.as_ref().is_some_and(|checksums| checksums.unsummed() > 0);
-        let busy = self.core.busy() || self.copiers.running() > 0 || summing;
+        let busy = self.leaving || self.core.busy() || self.copiers.running() > 0 || summing;
         if busy && self.now >= end_by {
             tracing::warn!("copies, writes and checksums in flight did not end within the grace period");
         }

@@ -34,7 +34,7 @@ pub use self::hinted::{HintTerms, HintedCounts};
 pub use self::holders::BlockAccount;
 pub use self::on_device::EndedChain;
 pub use self::quotas::QuotaStats;
-pub use self::walk::Walk;
+pub use self::walk::{RankedBlock, Walk};
 use crate::TierError;
 use crate::entries::{ListPlace, SlotEntry, SlotState};
 pub use crate::error::{FillError, LeaseError};

@@ -343,6 +343,21 @@ impl Policy {
         on_device.or(open.filter(oldest)).or(first).map(|first| first.entry)
     }
 
+    /// Returns the expected uses of a block of this standing while as many blocks are used as the tier has room for.
+    pub(crate) fn uses(&self, standing: Standing) -> f32 {
+        self.odds.worth(standing.sort(), standing.age(self.clock.tick)) * TICKS_PER_ROOM as f32
+    }
+
+    /// Returns the fewest expected uses of the blocks at the tails of these holders' lists, one of which goes next.
+    pub(crate) fn least_uses(&self, slab: &Slab, among: Among, losers: HolderSet) -> Option<f32> {
+        let queues = slab.queues(among);
+        let holders = queues.holders().filter(|id| losers.has(*id));
+        let tails = holders
+            .flat_map(|id| lists_that_go().filter_map(move |list| queues.holder_lists(id)[list].tail()));
+        let first = self.first(slab, tails)?;
+        Some(self.uses(slab.entries.get(first).standing))
+    }
+
     fn candidate(&self, entry: u32, standing: Standing) -> EvictionCandidate {
         let (sort, age) = (standing.sort(), standing.age(self.clock.tick));
         EvictionCandidate { worth: self.odds.worth(sort, age), age, sort, generation: 0, entry }

@@ -164,6 +164,11 @@ impl Slab {
         !self.fresh.is_empty()
     }
 
+    /// Returns the number of such segments.
+    pub(crate) fn fresh(&self) -> u64 {
+        self.fresh.len() as u64
+    }
+
     /// Returns the number of slots of all assigned segments.
     pub(crate) fn slots(&self) -> u64 {
         self.slots

@@ -13,9 +13,10 @@ use tokio::task::JoinHandle;
 #[cfg(feature = "etcd")]
 use super::etcd;
 use super::shared::{ControlShared, Seen};
-use super::{ControlConfig, Members, NamespacesAnswer, follow, names, namespaces, serve};
+use super::{ControlConfig, Members, NamespacesAnswer, blocks, follow, names, namespaces, serve};
 use crate::MeshError;
 use crate::digest::{Digest, DigestChange};
+use crate::listed::BlocksAsk;
 use crate::pace::GATHER;
 use crate::sync::{lock_mutex, read_clock};
 
@@ -33,6 +34,10 @@ pub(super) enum ControlCommand {
     Publish(Vec<DigestChange>, bool),
     Promise(Vec<Digest>),
     Resync(PeerNumber),
+    /// Asks a member for its best blocks.
+    AskBlocks(PeerNumber, BlocksAsk),
+    /// This node is about to leave.
+    Leave,
     /// Asks members for their namespaces.
     Namespaces(oneshot::Sender<Vec<NamespacesAnswer>>),
     /// A request here waits for a block from a peer.
@@ -115,6 +120,10 @@ async fn run_loop(
                     seal.get_or_insert_with(gathered);
                 }
                 Some(ControlCommand::Resync(number)) => shared.resync(number),
+                Some(ControlCommand::AskBlocks(number, ask)) => {
+                    tokio::spawn(blocks::ask_blocks(Arc::clone(&shared), number, ask));
+                }
+                Some(ControlCommand::Leave) => drop(shared.leaving.send_replace(true)),
                 Some(ControlCommand::Namespaces(reply)) => {
                     tokio::spawn(namespaces::ask_all(Arc::clone(&shared), reply));
                 }

@@ -149,7 +149,8 @@ async fn stream(
     // A peer is another member after it left and came back meanwhile, with an unknown inventory.
     known.upto = known.upto.filter(|(of, boot, _)| (*of, *boot) == (number, identity.boot));
     *up = Some(Instant::now());
-    shared.report_event(MemberEvent::Greeted { number, keeps_asks: features.keeps_asks });
+    let ServerFeatures { keeps_asks, lists_blocks, .. } = features;
+    shared.report_event(MemberEvent::Greeted { number, keeps_asks, lists_blocks });
     let keys_max = keys_max(config.directory_bytes, shared.sharing());
     let follower = match known.upto {
         Some((.., sequence)) => Follower::resumed(keys_max, sequence, known.thinning),
@@ -178,6 +179,7 @@ async fn apply_replies(
                 return Err(FollowFailure::Unreached("it sent two greetings".into()));
             }
             CheckedReply::Heartbeat => {}
+            CheckedReply::Leaving => shared.report_event(MemberEvent::Leaving { number }),
             CheckedReply::Feed(message) => {
                 if let FeedMessage::Begin { keys, .. } = message {
                     known.use_room(keys, keys_max)?;
@@ -215,7 +217,7 @@ async fn greeting(
             shared.count_refusal(Reason::Mesh);
             Err(format!("it belongs to the mesh '{mesh}': give both the same --mesh-name"))
         }
-        CheckedReply::Feed(_) | CheckedReply::Heartbeat => {
+        CheckedReply::Feed(_) | CheckedReply::Heartbeat | CheckedReply::Leaving => {
             shared.count_refusal(Reason::Malformed);
             Err("it did not send its name".into())
         }

@@ -21,8 +21,9 @@ use super::service::inventory_client::InventoryClient;
 use super::shared::ControlShared;
 use super::wire::namespaces::{Listed, NamespacesReply, NamespacesRequest, NodeNamespace};
 use super::wire::{MalformedReply, REPLY_BYTES_MAX};
+use crate::listed::{BlocksAsk, ListedBlock};
 use crate::refusals::Reason;
-use crate::transport::{BootId, NodeId};
+use crate::transport::{BootId, NodeId, PeerNumber};
 
 /// An answer is used again for this long.
 const REMEMBERED: Duration = Duration::from_secs(1);
@@ -37,11 +38,18 @@ const TAKEN_MAX: usize = 1 << 16;
 /// All namespaces of a node, once they are counted; `None` if the count failed.
 pub type Counted = Pin<Box<dyn Future<Output = Option<Vec<NodeNamespace>>> + Send>>;
 
-/// Lists the namespaces known to this node.
+/// The best blocks of a namespace, once they are listed; `None` if that failed.
+pub type BlocksListed = Pin<Box<dyn Future<Output = Option<Vec<ListedBlock>>> + Send>>;
+
+/// Lists the namespaces and the blocks known to this node.
 pub trait Listing: Debug + Send + Sync {
     /// Returns all known namespaces, with their blocks counted now; `None` if the count failed. It must not
     /// block.
     fn list_namespaces(&self) -> Counted;
+
+    /// Returns the best blocks of a namespace for this peer, if it is a member; `None` if they were not listed. It
+    /// must not block.
+    fn list_blocks(&self, asker: Option<PeerNumber>, asked: BlocksAsk) -> BlocksListed;
 }
 
 /// A node without namespaces.
@@ -68,6 +76,10 @@ struct TakenAnswers {
 
 impl Listing for Unlisted {
     fn list_namespaces(&self) -> Counted {
+        Box::pin(std::future::ready(Some(Vec::new())))
+    }
+
+    fn list_blocks(&self, _: Option<PeerNumber>, _: BlocksAsk) -> BlocksListed {
         Box::pin(std::future::ready(Some(Vec::new())))
     }
 }

@@ -21,12 +21,13 @@ use tonic::{Request, Response, Status};
 use super::dial::ByteStream;
 use super::service::inventory_server::{Inventory, InventoryServer};
 use super::shared::ControlShared;
+use super::wire::blocks::{ListBlocksReply, ListBlocksRequest};
 use super::wire::namespaces::{NamespacesReply, NamespacesRequest};
 use super::wire::{
     FollowReply, FollowRequest, REPLY_BYTES_MAX, REQUEST_BYTES_MAX, VERSION, WaitReply, WaitRequest,
     thinning_of,
 };
-use super::{MEMBERS_MAX, namespaces};
+use super::{MEMBERS_MAX, blocks, namespaces};
 use crate::digest::Thinning;
 use crate::feed::FeedMessage;
 use crate::refusals::Reason;
@@ -252,6 +253,21 @@ impl Inventory for ServedConnection {
         told.map(Response::new)
     }
 
+    async fn list_blocks(
+        &self,
+        request: Request<ListBlocksRequest>,
+    ) -> Result<Response<ListBlocksReply>, Status> {
+        let request = request.into_inner();
+        self.begin_request(request.version, &request.mesh, Thinning::NONE.power().into())?;
+        let Some(asked) = request.asked() else {
+            return Err(self.refuse_call(Reason::Malformed, "the namespace is no digest of 16 bytes".into()));
+        };
+        let asker = self.shared.number_of(&request.node, request.boot);
+        let listed = blocks::describe_blocks(&self.shared, asker, asked).await;
+        self.phase.send_replace(ConnectionPhase::Ended);
+        listed.map(Response::new)
+    }
+
     async fn wait(&self, _: Request<WaitRequest>) -> Result<Response<WaitReply>, Status> {
         let Some(follower) = self.follower.get() else {
             self.shared.count_refusal(Reason::Malformed);
@@ -333,6 +349,8 @@ async fn stream_changes(
     let known = (asked.known_boot == shared.config.boot.0.get()).then_some(asked.known_sequence);
     let thinning = thinning_of(asked.thinning).unwrap_or_default();
     let mut published = shared.published.subscribe();
+    let mut leaving = shared.leaving.subscribe();
+    let mut hears_leaving = asked.hears_leaving;
     let mut reader = lock_mutex(&shared.feed).reader(thinning, known);
     if asked.hears_promises {
         reader = reader.with_promises();
@@ -355,6 +373,12 @@ async fn stream_changes(
                     break message.into();
                 }
             }
+            let left = async {
+                match hears_leaving {
+                    true => drop(leaving.wait_for(|leaving| *leaving).await),
+                    false => std::future::pending().await,
+                }
+            };
             let due = async {
                 match rested {
                     Some(rested) => tokio::time::sleep_until(rested).await,
@@ -363,6 +387,10 @@ async fn stream_changes(
                 }
             };
             tokio::select! {
+                () = left => {
+                    hears_leaving = false;
+                    break FollowReply::leaving();
+                }
                 () = due => {}
                 () = turn.waits.notified() => {}
                 () = tokio::time::sleep_until(sent + limits.heartbeat) => break FollowReply::heartbeat(),

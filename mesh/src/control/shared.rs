@@ -35,6 +35,8 @@ pub(super) struct ControlShared {
     pub(super) published: watch::Sender<()>,
     /// The last answer about this node's namespaces, and its time.
     pub(super) listed: tokio::sync::Mutex<LastReply>,
+    /// Held while a list of this node's best blocks is made, and for a rest behind it.
+    pub(super) listing_blocks: tokio::sync::Mutex<()>,
     pub(super) backlog: Backlog,
     up: Up,
     figures: Arc<ControlFigures>,
@@ -49,6 +51,8 @@ pub(super) struct ControlShared {
     pub(super) retry_now: watch::Sender<()>,
     /// Changes when a request here waits for a block, and peers are to be notified.
     pub(super) waits: watch::Sender<()>,
+    /// True once this node is about to leave.
+    pub(super) leaving: watch::Sender<bool>,
     /// Followers already logged for having the name of a live member: the name and life of each.
     pub(super) reported_twins: Mutex<BTreeSet<(String, u64)>>,
     began: Instant,
@@ -90,6 +94,7 @@ impl ControlShared {
             feed: Mutex::new(Feed::new(REMEMBERED_CHANGES)),
             published: watch::Sender::new(()),
             listed: tokio::sync::Mutex::default(),
+            listing_blocks: tokio::sync::Mutex::default(),
             backlog: Backlog::new(),
             up,
             figures,
@@ -99,6 +104,7 @@ impl ControlShared {
             retry: Notify::new(),
             retry_now: watch::Sender::new(()),
             waits: watch::Sender::new(()),
+            leaving: watch::Sender::new(false),
             reported_twins: Mutex::default(),
             began: read_clock(),
             rarely: Rarely::new(),
@@ -203,6 +209,18 @@ impl ControlShared {
     /// True if the membership knows this life of a node.
     pub(super) fn knows(&self, node: &str, boot: u64) -> bool {
         lock_mutex(&self.membership).knows(node, boot)
+    }
+
+    /// The number of this life of a node, if it is a member.
+    pub(super) fn number_of(&self, node: &str, boot: u64) -> Option<PeerNumber> {
+        lock_mutex(&self.membership).number_of(node, boot)
+    }
+
+    /// The name, life and control address of a followed member.
+    pub(super) fn member(&self, number: PeerNumber) -> Option<(NodeId, BootId, String)> {
+        let membership = lock_mutex(&self.membership);
+        let mut followed = membership.followed().into_iter();
+        followed.find(|(node, boot, _)| membership.number_of(node.as_str(), boot.0.get()) == Some(number))
     }
 
     /// The live member with this name, if another life claims it.

@@ -29,6 +29,10 @@
 //! 8. A server with `keeps_asks` in its greeting keeps standing asks: the follower may send `Stand` frames to its
 //!    block transport over TCP ([`crate::transport::tcp::frame`]). An older server states nothing, and gets none.
 //!
+//! 9. A server with `lists_blocks` in its greeting has the method of [`blocks`]. [`FollowLeaving`] comes to a
+//!    follower with `hears_leaving` in its request, once: the node is about to leave, and lists blocks that no
+//!    other node has. An older follower does not request it.
+//!
 //! A digest is XXH3-64 over namespace digest (16 bytes), group (u32, little-endian) and hash (32 bytes) of a
 //! block ([`Digest`]). With a thinning of n, only digests are sent whose n bits from bit 16 up are zero.
 //!
@@ -39,6 +43,7 @@
 
 #![allow(clippy::large_enum_variant, reason = "the oneof as prost wants it; one at a time")]
 
+pub mod blocks;
 pub mod namespaces;
 
 use std::net::SocketAddr;
@@ -83,13 +88,16 @@ pub struct FollowRequest {
     /// True if the follower understands [`FollowPromises`].
     #[prost(bool, tag = "8")]
     pub hears_promises: bool,
+    /// True if the follower understands [`FollowLeaving`].
+    #[prost(bool, tag = "9")]
+    pub hears_leaving: bool,
 }
 
 /// A message of a server.
 #[derive(Clone, PartialEq, prost::Message)]
 pub struct FollowReply {
     /// The message; a reply without one is malformed.
-    #[prost(oneof = "Said", tags = "1, 2, 3, 4, 5, 6")]
+    #[prost(oneof = "Said", tags = "1, 2, 3, 4, 5, 6, 7")]
     pub said: Option<Said>,
 }
 
@@ -107,6 +115,8 @@ pub enum Said {
     Heartbeat(FollowHeartbeat),
     #[prost(message, tag = "6")]
     Promises(FollowPromises),
+    #[prost(message, tag = "7")]
+    Leaving(FollowLeaving),
 }
 
 #[derive(Clone, PartialEq, prost::Message)]
@@ -133,6 +143,9 @@ pub struct FollowHello {
     /// takes `Stand` frames.
     #[prost(bool, tag = "8")]
     pub keeps_asks: bool,
+    /// True if the server has the method `ListBlocks`.
+    #[prost(bool, tag = "9")]
+    pub lists_blocks: bool,
 }
 
 /// The parts of the protocol that a server has and an earlier one lacks.
@@ -142,6 +155,8 @@ pub struct ServerFeatures {
     pub hears_waits: bool,
     /// It keeps standing asks.
     pub keeps_asks: bool,
+    /// It has the method `ListBlocks`.
+    pub lists_blocks: bool,
 }
 
 /// Voids all digests sent before.
@@ -188,6 +203,10 @@ pub struct Delta {
 #[derive(Clone, Copy, PartialEq, prost::Message)]
 pub struct FollowHeartbeat {}
 
+/// The node is about to leave, and lists its best blocks.
+#[derive(Clone, Copy, PartialEq, prost::Message)]
+pub struct FollowLeaving {}
+
 /// All promises of the node's engines: up to [`PROMISES_MAX`](crate::feed::PROMISES_MAX). No thinning applies
 /// to them.
 #[derive(Clone, PartialEq, prost::Message)]
@@ -211,6 +230,7 @@ pub enum CheckedReply {
     Hello(String, Identity, ServerFeatures),
     Feed(FeedMessage),
     Heartbeat,
+    Leaving,
 }
 
 /// A fault of a message.
@@ -230,6 +250,9 @@ pub enum MalformedReply {
     Long,
     #[error("an invalid thinning")]
     Thinning,
+    /// A part of a block in a list is missing or out of range.
+    #[error("a list with an invalid block")]
+    Blocks,
 }
 
 // === impl FollowRequest ===
@@ -247,6 +270,7 @@ impl FollowRequest {
             known_sequence,
             thinning: thinning.power().into(),
             hears_promises: true,
+            hears_leaving: true,
         }
     }
 }
@@ -265,6 +289,7 @@ impl FollowReply {
             rdma: config.data.rdma.map(|rdma| rdma.to_string()).unwrap_or_default(),
             hears_waits: true,
             keeps_asks: true,
+            lists_blocks: true,
         });
         Self { said: Some(said) }
     }
@@ -272,6 +297,11 @@ impl FollowReply {
     /// A heartbeat.
     pub(super) fn heartbeat() -> Self {
         Self { said: Some(Said::Heartbeat(FollowHeartbeat {})) }
+    }
+
+    /// The message of a node about to leave.
+    pub(super) fn leaving() -> Self {
+        Self { said: Some(Said::Leaving(FollowLeaving {})) }
     }
 
     /// Checks a reply.
@@ -291,6 +321,7 @@ impl FollowReply {
                 CheckedReply::Feed(FeedMessage::Delta { after, sequence, removed, added })
             }
             Said::Heartbeat(_) => CheckedReply::Heartbeat,
+            Said::Leaving(_) => CheckedReply::Leaving,
             Said::Promises(promises) => CheckedReply::Feed(FeedMessage::Promises(digests(promises.digests))),
         })
     }
@@ -328,7 +359,8 @@ impl FollowHello {
         let rdma = Some(&self.rdma).filter(|rdma| !rdma.is_empty());
         let rdma = rdma.map(|rdma| address(rdma, "RDMA address")).transpose()?;
         let data = DataAddresses { tcp, rdma };
-        let features = ServerFeatures { hears_waits: self.hears_waits, keeps_asks: self.keeps_asks };
+        let Self { hears_waits, keeps_asks, lists_blocks, .. } = self;
+        let features = ServerFeatures { hears_waits, keeps_asks, lists_blocks };
         Ok(CheckedReply::Hello(self.mesh, Identity { node, boot, data }, features))
     }
 }

@@ -12,6 +12,7 @@ use mesh::control::{
 };
 use mesh::digest::{Digest, DigestChange};
 use mesh::directory::Filter;
+use mesh::listed::{BlocksAsk, ListedBlock};
 use mesh::refusals::{Reason, RefusalCounts};
 use mesh::tls::Security;
 use mesh::transport::{NodeId, Peer, PeerNumber};
@@ -33,6 +34,7 @@ pub(crate) fn patient() -> ControlLimits {
         back_off_max: Duration::from_millis(50),
         etcd: LONG,
         namespaces: LONG,
+        lists: LONG,
     }
 }
 
@@ -81,6 +83,9 @@ pub(crate) struct Member {
     pub(crate) promises: (Vec<Digest>, u32),
     /// It states that it keeps standing asks.
     pub(crate) keeps_asks: bool,
+    /// The number of its messages that it leaves, and its lists of blocks.
+    pub(crate) leaving: u32,
+    pub(crate) lists: Vec<(BlocksAsk, Vec<ListedBlock>)>,
     overfull: bool,
     /// Its inventory was requested again.
     resync: bool,
@@ -260,6 +265,8 @@ impl Seen {
                     filter: None,
                     promises: Default::default(),
                     keeps_asks: false,
+                    leaving: 0,
+                    lists: Vec::new(),
                     overfull: false,
                     resync: false,
                     snapshots: 0,
@@ -268,7 +275,7 @@ impl Seen {
                 };
                 self.members.insert(number, member);
             }
-            MemberEvent::Greeted { number, keeps_asks } => self.member(number).keeps_asks = keeps_asks,
+            MemberEvent::Greeted { number, keeps_asks, .. } => self.member(number).keeps_asks = keeps_asks,
             MemberEvent::Left { number, why } => {
                 let member = self.members.remove(&number).expect("who leaves was there");
                 self.left.push((number, member.peer.node, why));
@@ -299,6 +306,8 @@ impl Seen {
                 member.promises = (promises, member.promises.1 + 1);
             }
             MemberEvent::Stale { number } => self.member(number).stale += 1,
+            MemberEvent::Leaving { number } => self.member(number).leaving += 1,
+            MemberEvent::Listed { number, ask, blocks } => self.member(number).lists.push((ask, blocks)),
             MemberEvent::Note(text) => self.notes.push(text),
         }
     }

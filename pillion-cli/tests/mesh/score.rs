@@ -15,6 +15,8 @@ fn a_pod_knows_how_much_of_a_prompt_its_peer_has_and_what_the_peer_has_promised(
     let _other = Engine::stating(facts("tiny"), [6; 16], &second, None);
     let prompt: Vec<u32> = (0..60 * TOKENS as u32).collect();
     let keys = keys_of(&prompt);
+    // The other pod fetches what its peer has now, and nothing later.
+    second.wait_metric("pillion_mesh_lists_total", |lists| lists == 1);
     engine.save_keys(&keys[..40]);
     wait_known(&second, 40);
     let score = || second.ask("POST", "/score", &json!({ "tokens": prompt })).unwrap();

@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::Duration;
 
+use mesh::listed::ListedBlock;
 use rustix::io::Errno;
 use shm_protocol::hints::Advice;
 use shm_protocol::key::{BlockHash, NamespaceDigest};
@@ -18,7 +19,7 @@ use shm_protocol::wait;
 use tiers::dram::HintedCounts;
 use tokio::sync::oneshot;
 
-use crate::core::{KeptCounts, PromptPlaces, PromptScore, ScoredKeys};
+use crate::core::{BestBlocks, KeptCounts, PromptPlaces, PromptScore, ScoredKeys};
 
 /// Queued requests; beyond this number the sidecar is busy. Each is small and taken within milliseconds.
 const ASKS_MAX: usize = 32;
@@ -42,6 +43,8 @@ pub enum ControlAsk {
     Score(Box<PromptScore>, Reply<ScoreStep>),
     /// A hint for a chain.
     Hint(Box<ScoredKeys>, Advice, Reply<HintedCounts>),
+    /// A list of the best blocks of a namespace, for a peer.
+    BestBlocks(Box<BestBlocks>, Reply<Vec<ListedBlock>>),
     /// Eviction of all blocks of a namespace.
     Evict(NamespaceDigest, Reply<Evicted>),
 }
@@ -50,6 +53,8 @@ pub enum ControlAsk {
 #[derive(Debug)]
 pub struct Surveyed {
     pub namespaces: BTreeMap<NamespaceDigest, KeptCounts>,
+    /// Blocks in memory without an announcement of a peer; none without a mesh.
+    pub unique: BTreeMap<NamespaceDigest, u64>,
     /// True if the sidecar has disks.
     pub disks: bool,
     /// Each member's name and number of blocks; `None` without a mesh.

@@ -24,6 +24,9 @@ struct ShownNamespace {
     #[serde(flatten)]
     entry: Option<CatalogEntry>,
     memory_blocks: u64,
+    /// Blocks of `memory_blocks` without an announcement of a peer, at the last count.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    unique_blocks: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     disk_blocks: Option<u64>,
     /// Peers with this namespace.
@@ -58,7 +61,7 @@ impl Handler {
     pub(super) async fn namespaces(&self) -> Result<Value, ControlRefusal> {
         // Peers count their blocks while this sidecar counts its own.
         let asked = self.parts.mesh.as_ref().map(NamespaceAsker::ask_members);
-        let Surveyed { namespaces: kept, disks, peers } =
+        let Surveyed { namespaces: kept, unique, disks, peers } =
             self.ask_data_thread(ANSWER_TIME_MAX, ControlAsk::Survey).await?;
         let answers = match asked {
             // An ending sidecar has left the mesh.
@@ -71,6 +74,7 @@ impl Handler {
         for (digest, KeptCounts { memory, below: disk }) in kept {
             let shown = merged.at(digest);
             shown.memory_blocks = memory;
+            shown.unique_blocks = unique.get(&digest).copied();
             shown.disk_blocks = disks.then_some(disk);
         }
         let not_told = answers.into_iter().filter_map(|answer| merged.add_answer(answer, &self.parts.quotas));
@@ -91,6 +95,7 @@ impl Merged {
             namespace: digest.to_string(),
             entry: None,
             memory_blocks: 0,
+            unique_blocks: None,
             disk_blocks,
             peers: Vec::new(),
         })

@@ -11,6 +11,7 @@ use super::arrivals::Arrivals;
 use super::event::{Action, FinishedRequest};
 use super::handover::{HandoverBlocks, Lost, Produced};
 use super::namespaces::{Binding, Namespaces};
+use super::prefetched::PrefetchedBlocks;
 use super::quotas::CoreQuotas;
 use super::stats::CoreStats;
 use super::timing::{Timed, Took};
@@ -39,6 +40,7 @@ pub(super) struct Context {
     pub(super) lost: Lost,
     /// The begins and ends of saves in this event.
     pub(super) produced: Produced,
+    pub(super) prefetched: PrefetchedBlocks,
     pub(super) namespaces: Namespaces,
     pub(super) quotas: CoreQuotas,
     /// Limit of the blocks for which one event takes slots. The others wait for the next turn.
@@ -63,6 +65,7 @@ impl Context {
         let (arrivals, kept) = (Arrivals::new(&dram), HandoverBlocks::new(&dram));
         let (now, now_ms, draining, opening, unread, lost, produced, namespaces, quotas, stats) =
             Default::default();
+        let prefetched = PrefetchedBlocks::default();
         let (claims_max, actions, over, changes) = (CLAIMS_MAX, Vec::new(), Vec::new(), Vec::new());
         Self {
             now,
@@ -75,6 +78,7 @@ impl Context {
             kept,
             lost,
             produced,
+            prefetched,
             namespaces,
             quotas,
             claims_max,

@@ -242,6 +242,26 @@ impl Engines {
         Some(self.schedulers.get(&session)?.binding()?.namespace)
     }
 
+    /// Returns the bindings of served engines, one for each published namespace and size of blocks.
+    pub(super) fn bindings(&self) -> Vec<Binding> {
+        let engines = self.schedulers.values().filter(|scheduler| !scheduler.is_probe());
+        let bindings = engines.filter_map(SchedulerRole::binding).filter(|binding| !binding.is_private());
+        let by_space: BTreeMap<Space, Binding> = bindings.map(|binding| (binding.space(), binding)).collect();
+        by_space.into_values().collect()
+    }
+
+    /// Returns the seconds in which a served engine computes a block at the begin of a prompt, by the number of its
+    /// namespace. Of a model with several cache groups, which are computed together, the first group counts.
+    pub(super) fn block_seconds(&self) -> BTreeMap<u32, f64> {
+        let is_first = |engine: &str| find_whole_engine(engine).is_none() || engine.ends_with(" group 0");
+        let of = |(session, scheduler): (&SessionId, &SchedulerRole)| {
+            let (rate, binding) = scheduler.prefill.zip(scheduler.binding())?;
+            let tokens = self.block_tokens(*session).filter(|_| is_first(&scheduler.engine))?;
+            Some((binding.namespace, rate.seconds(0, tokens.into())))
+        };
+        self.schedulers.iter().filter_map(of).collect()
+    }
+
     /// Returns the ids of salted namespaces, each with its unsalted namespace.
     pub(super) fn private_namespaces(&self) -> BTreeMap<u32, NamespaceDigest> {
         let of = |scheduler: &'_ SchedulerRole| {

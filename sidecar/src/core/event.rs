@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use mesh::digest::{Digest, DigestChange};
 use mesh::directory::Filter;
+use mesh::listed::{BlocksAsk, ListedBlock};
 use mesh::transport::{self, Fetch, Label, PeerNumber, StandingTerms};
 use shm_protocol::handshake::Hello;
 use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
@@ -190,6 +191,8 @@ pub enum Action {
     Promise(Vec<Digest>),
     /// Ask a peer for its whole inventory: the announced one had too little room.
     Resync { peer: PeerNumber },
+    /// Ask a peer for its best blocks; answered by [`MeshEvent::Listed`].
+    AskBlocks { peer: PeerNumber, ask: BlocksAsk },
     /// Show an engine's processes their binding, in this order, and count the engine for its namespace.
     Bind {
         engine: String,
@@ -280,10 +283,20 @@ pub enum SetPart {
 #[derive(Debug)]
 pub enum MeshEvent {
     Joined(PeerNumber),
-    /// A member states whether it keeps asks for promised blocks until these are committed.
+    /// A member states whether it keeps asks for promised blocks until these are committed, and whether it lists its
+    /// best blocks.
     Greeted {
         peer: PeerNumber,
         keeps_asks: bool,
+        lists_blocks: bool,
+    },
+    /// A member is about to leave.
+    Leaving(PeerNumber),
+    /// The answer to [`Action::AskBlocks`].
+    Listed {
+        peer: PeerNumber,
+        ask: BlocksAsk,
+        blocks: Vec<ListedBlock>,
     },
     /// A member is gone; fetches from it end by themselves.
     Left(PeerNumber),

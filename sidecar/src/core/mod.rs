@@ -14,6 +14,8 @@
 mod adoption;
 mod announcer;
 mod arrivals;
+mod best_blocks;
+mod census;
 mod context;
 mod engines;
 mod event;
@@ -24,6 +26,8 @@ mod inventory;
 mod namespaces;
 mod operator;
 mod peers;
+mod prefetch;
+mod prefetched;
 mod queries;
 mod quotas;
 mod score;
@@ -40,6 +44,7 @@ mod worth;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use mesh::listed::ListedBlock;
 use shm_protocol::ACCEPT_SINCE;
 use shm_protocol::announcement::Announcement;
 use shm_protocol::handshake::Hello;
@@ -53,6 +58,9 @@ use tiers::dram::{Dram, HintedCounts};
 
 use self::announcer::Announcer;
 use self::arrivals::{SourceLane, Waiter};
+pub use self::best_blocks::BestBlocks;
+use self::census::Census;
+pub use self::census::UniqueBlocks;
 use self::context::Context;
 use self::engines::Engines;
 pub(crate) use self::engines::find_whole_engine;
@@ -66,6 +74,8 @@ pub use self::inspection::{Findings, InspectedBlocks, Inspection, InspectionResu
 pub use self::inventory::{Eviction, KeptCounts, Location, Survey};
 use self::namespaces::Binding;
 pub use self::peers::{FAULT_NAMES, PeersStats, peer_tier};
+use self::prefetch::Prefetches;
+pub use self::prefetched::{PrefetchReason, PrefetchStats};
 use self::queries::Queries;
 use self::quotas::CoreQuotas;
 pub use self::score::{PromptPlaces, PromptScore, ScoredKeys};
@@ -78,6 +88,7 @@ pub use self::timing::{Timed, TimedPart, Took};
 use self::transfers::Transfers;
 use crate::compare::Number;
 use crate::config::quotas::NamespaceQuota;
+use crate::system::clock::count_millis;
 
 /// A session, unique within an epoch.
 pub type SessionId = u64;
@@ -102,6 +113,8 @@ pub struct Core {
     queries: Queries,
     transfers: Transfers,
     announcer: Announcer,
+    prefetches: Prefetches,
+    census: Census,
 }
 
 // === impl Core ===
@@ -110,12 +123,13 @@ impl Core {
     /// Returns a core over empty DRAM, with quotas for namespaces. It looks for blocks in `tiers`, in their
     /// order.
     pub fn new(dram: Dram, quotas: &[NamespaceQuota], tiers: impl IntoIterator<Item = NewTier>) -> Self {
-        let (engines, mut sources, queries, transfers, announcer): (_, Sources, _, _, _) = Default::default();
+        let (engines, mut sources): (_, Sources) = Default::default();
+        let (queries, transfers, announcer, prefetches, census) = Default::default();
         let mut cx = Context::new(dram);
         // A tier divides its room as quotas divide DRAM.
         cx.quotas = CoreQuotas::new(quotas, &mut cx.dram);
         tiers.into_iter().for_each(|tier| sources.add_tier(tier, &mut cx.dram));
-        Self { base: Base { engines, sources, cx }, queries, transfers, announcer }
+        Self { base: Base { engines, sources, cx }, queries, transfers, announcer, prefetches, census }
     }
 
     /// Notes disks left out of this start: a later start may find blocks on them.
@@ -216,6 +230,7 @@ impl Core {
         base.cx.apply_evictions();
         self.queries.send_for_unsent(base);
         self.transfers.go_on_streams(&mut self.queries, base);
+        self.prefetches.go_on(base);
         base.sources.go_on(&mut base.cx);
         base.sources.tell_changes(&mut self.announcer, &mut base.cx);
         if self.queries.tell_promises(|session, op| self.transfers.hands_over_up_to(session, op), base) {
@@ -276,7 +291,7 @@ impl Core {
     }
 
     fn disconnect_session(&mut self, session: SessionId) {
-        let Self { base, queries, transfers, announcer } = self;
+        let Self { base, queries, transfers, announcer, .. } = self;
         base.cx.produced.over = true;
         if let Some((scheduler, rank)) = base.engines.remove_worker(session) {
             transfers.fail_saves(scheduler, base);
@@ -464,7 +479,15 @@ impl Core {
             MeshEvent::Asked { ask, peer, blocks, standing: Some(terms) } => {
                 queries.keep_ask(ask, (peer, blocks, terms), base);
             }
-            event => mesh.apply_event(event, &mut base.cx),
+            MeshEvent::Listed { peer, ask, blocks } => {
+                self.prefetches.take_list(peer, ask, &blocks, &mut base.cx);
+            }
+            event => {
+                if let MeshEvent::Left(peer) = event {
+                    self.prefetches.forget_peer(peer);
+                }
+                mesh.apply_event(event, &mut base.cx)
+            }
         }
     }
 
@@ -486,6 +509,8 @@ impl Core {
         self.queries.end_due_waits(&mut self.base);
         self.queries.look_again(&mut self.base);
         self.queries.promises_may_differ();
+        self.prefetches.ask_peers(&mut self.base);
+        self.census.step(&self.base);
     }
 
     /// Lets tiers take as much memory as they can before the sidecar ends, the best blocks first.
@@ -494,6 +519,28 @@ impl Core {
         self.base.cx.dram.end_all_hints();
         self.base.sources.tell_tiers(Notice::Ending, &mut self.base.cx);
         out.append(&mut self.base.cx.actions);
+    }
+}
+
+// === impl Core: lists of blocks for peers ===
+
+impl Core {
+    /// Looks at some more blocks for a list. Returns the list once it is whole.
+    pub fn list_blocks(&mut self, mut list: Box<BestBlocks>) -> Result<Vec<ListedBlock>, Box<BestBlocks>> {
+        if list.step(&self.base) { Err(list) } else { Ok(list.finish(&mut self.base)) }
+    }
+
+    /// Lets peers take the blocks that no other pod has, after [`CoreEvent::Drain`]. Returns false if no peer can,
+    /// or nothing is here.
+    pub fn begin_leaving(&mut self) -> bool {
+        let Base { sources, cx, .. } = &mut self.base;
+        let is_empty = cx.dram.stats().blocks == 0;
+        sources.mesh_mut().is_some_and(|mesh| !is_empty && mesh.begin_leaving(cx))
+    }
+
+    /// True while peers take blocks, or may begin to.
+    pub fn is_leaving(&self, now: Duration) -> bool {
+        self.base.sources.mesh().is_some_and(|mesh| mesh.is_leaving(count_millis(now)))
     }
 }
 
@@ -668,7 +715,20 @@ impl Core {
         for peer in &mut stats.peers {
             peer.bytes_per_second = self.base.cx.arrivals.flows.bytes_per_second(SourceLane::Peer(peer.peer));
         }
+        stats.prefetched = self.base.cx.prefetched.stats;
+        stats.unique_blocks = self.census.sum().unique;
         Some(self.queries.count_waits(stats))
+    }
+
+    /// Returns the blocks here that no peer has, and their value.
+    pub fn unique_blocks(&self) -> UniqueBlocks {
+        self.census.sum()
+    }
+
+    /// Returns the number of blocks of no peer in each namespace; none without a mesh.
+    pub fn unique_by_namespace(&self) -> BTreeMap<NamespaceDigest, u64> {
+        let mesh = self.base.sources.mesh();
+        mesh.map(|_| self.census.by_namespace(&self.base)).unwrap_or_default()
     }
 
     /// Returns the number of the first tier with this source.

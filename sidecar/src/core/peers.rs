@@ -13,6 +13,7 @@ mod fetches;
 mod fruitless;
 mod grants;
 mod kept_asks;
+mod leaving;
 mod standing;
 mod stats;
 
@@ -30,6 +31,7 @@ use self::fruitless::FruitlessFetches;
 use self::grants::PeerGrant;
 pub(super) use self::kept_asks::KeptAsk;
 use self::kept_asks::KeptAsks;
+use self::leaving::Leaving;
 pub(super) use self::standing::AHEAD_BYTES;
 pub use self::stats::{FAULT_NAMES, PeersStats};
 use super::context::Context;
@@ -58,6 +60,9 @@ pub(super) struct MeshPeers {
     kept_asks: KeptAsks,
     /// Peers that keep standing asks.
     keeping_asks: BTreeSet<PeerNumber>,
+    /// Peers that list their best blocks.
+    listing: BTreeSet<PeerNumber>,
+    leaving: Leaving,
     /// Blocks asked of peers and not announced by them.
     standing: HashMap<Digest, BlockKey>,
     /// The last keys of the promised prompts, as published last.
@@ -109,6 +114,8 @@ impl MeshPeers {
             granted_bytes_max: 0,
             kept_asks: KeptAsks::default(),
             keeping_asks: BTreeSet::new(),
+            listing: BTreeSet::new(),
+            leaving: Leaving::default(),
             standing: HashMap::new(),
             promised: BTreeSet::new(),
             published_kept: 0,
@@ -122,11 +129,17 @@ impl MeshPeers {
     pub(super) fn apply_event(&mut self, event: MeshEvent, cx: &mut Context) {
         match event {
             MeshEvent::Joined(peer) => self.directory.add_peer(peer),
-            MeshEvent::Greeted { peer, keeps_asks: true } => _ = self.keeping_asks.insert(peer),
-            MeshEvent::Greeted { peer, keeps_asks: false } => _ = self.keeping_asks.remove(&peer),
+            MeshEvent::Greeted { peer, keeps_asks, lists_blocks } => {
+                note_feature(&mut self.keeping_asks, peer, keeps_asks);
+                note_feature(&mut self.listing, peer, lists_blocks);
+            }
+            MeshEvent::Leaving(peer) => _ = self.leaving.peers.insert(peer),
+            MeshEvent::Listed { .. } => unreachable!("a list is for the core's prefetches"),
             MeshEvent::Left(peer) => {
                 cx.produced.over = true;
                 self.keeping_asks.remove(&peer);
+                self.listing.remove(&peer);
+                self.leaving.peers.remove(&peer);
                 self.directory.remove_peer(peer);
                 cx.arrivals.forget_peer(peer);
             }
@@ -214,6 +227,15 @@ impl MeshPeers {
             paused: self.fruitless.is_paused(),
             ..self.stats.clone()
         }
+    }
+}
+
+/// Notes whether a peer has a feature.
+fn note_feature(having: &mut BTreeSet<PeerNumber>, peer: PeerNumber, has: bool) {
+    if has {
+        having.insert(peer);
+    } else {
+        having.remove(&peer);
     }
 }
 

@@ -481,6 +481,8 @@ impl Queries {
             let holder = binding.whose.holder;
             dram.grant(session, holder, world_size, namespace, wanted, now_ms, &mut refs)
         };
+        let leased = wanted[known..].iter().take(refs.len());
+        leased.for_each(|hash| cx.prefetched.use_block(&binding.block_key(hash)));
         let (op, from, hits) = (question.op, question.from, (known + refs.len()) as u32);
         logs.lease(question.log, granted.map(|id| QueryLease { id, op, from, hits }));
         if let Some(first) = question.first {

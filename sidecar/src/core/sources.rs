@@ -95,6 +95,7 @@ impl Sources {
         let mut changes = std::mem::take(&mut cx.changes);
         changes.extend(cx.dram.drain_changes());
         self.tell_tiers(Notice::Changed(&changes), cx);
+        cx.prefetched.note_changes(&changes);
         announcer.note_changes(Source::Memory, changes.drain(..));
         cx.changes = changes;
         for tier in &mut self.tiers {
@@ -167,7 +168,7 @@ impl Sources {
     }
 
     /// Begins the read of a block; `None` if there is no slot for it, or its tier cannot read it in time.
-    fn begin_block(
+    pub(super) fn begin_block(
         &mut self,
         tier: usize,
         binding: &Binding,
@@ -212,6 +213,7 @@ impl Sources {
                 break;
             }
             if let Some(slot) = cx.dram.hold(&key, holder) {
+                cx.prefetched.use_block(&key);
                 followed.held.push(slot);
                 continue;
             }
@@ -316,16 +318,26 @@ impl Sources {
         let (trusted, waiting) = cx.arrivals.end_arrival(&key, checksum.is_some(), cx.now_ms);
         match checksum.filter(|_| trusted && self.commit_arrived(&key, slot, cx)) {
             Some(checksum) => cx.actions.push(Action::CommitSlot { slot, checksum }),
-            None => cx.abandon(slot),
+            None => {
+                cx.prefetched.take_coming(&key);
+                cx.abandon(slot);
+            }
         }
         (key, waiting)
     }
 
     /// Commits a block from a tier. A tier may know its standing from before.
     fn commit_arrived(&mut self, key: &BlockKey, slot: SlotRef, cx: &mut Context) -> bool {
-        let standing = self.tiers.iter().find_map(|tier| tier.standing(key));
-        let committed = cx.dram.commit_back(slot, standing);
+        let prefetched = cx.prefetched.take_coming(key);
+        let committed = match &prefetched {
+            Some(Some(parent)) => cx.dram.commit_apart(slot, parent),
+            _ => {
+                let standing = self.tiers.iter().find_map(|tier| tier.standing(key));
+                cx.dram.commit_back(slot, standing)
+            }
+        };
         if committed {
+            prefetched.is_some().then(|| cx.prefetched.note_here(*key));
             self.tell_tiers(Notice::Came(key), cx);
         }
         committed

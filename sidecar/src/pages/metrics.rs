@@ -14,7 +14,7 @@ use mesh::refusals::RefusalCounts;
 use mesh::transport::PeerNumber;
 use std::time::Duration;
 
-use prometheus::{Counter, GaugeVec, IntCounter, IntCounterVec, IntGauge, Opts, Registry};
+use prometheus::{Counter, Gauge, GaugeVec, IntCounter, IntCounterVec, IntGauge, Opts, Registry};
 use tiers::ssd::Backend;
 
 use self::durations::Durations;
@@ -55,6 +55,7 @@ pub struct Metrics {
     pool_lost: IntGauge,
     pool_unsummed: IntGauge,
     parked: IntGauge,
+    unique_value: Gauge,
     closed: IntCounterVec,
     pinning: PinningMetrics,
     quotas: Levels,
@@ -309,6 +310,10 @@ impl Metrics {
         let parked = "Ranks no longer served because their engine closed the gate of copies into their memory; restart \
              that engine.";
         let parked = register_gauge(registry, "parked_ranks", parked)?;
+        let help = "Seconds of computing expected to be lost with this sidecar's memory: for each block that no peer has, \
+             the time to compute it times its expected uses, at most 1, while as many blocks are used as there is room for.";
+        let unique_value = Gauge::new("pillion_unique_value_seconds", help)?;
+        registry.register(Box::new(unique_value.clone()))?;
         let (ended, whys) = (
             "Sessions ended, by reason. hang_up: the engine process ended or closed its socket; \
              malformed: it wrote a message that no engine of this version writes; rejected: its messages contradict \
@@ -338,6 +343,7 @@ impl Metrics {
             pool_lost: lost,
             pool_unsummed: unsummed,
             parked,
+            unique_value,
             closed,
             pinning,
             quotas,
@@ -458,6 +464,11 @@ impl Metrics {
     /// Publishes the number of stuck ranks.
     pub fn publish_parked(&self, ranks: usize) {
         show_gauge(&self.parked, ranks as u64);
+    }
+
+    /// Publishes the seconds of computing expected to be lost with this sidecar's memory.
+    pub fn publish_unique_value(&self, seconds: f64) {
+        self.unique_value.set(seconds);
     }
 
     /// Bytes of the pool.

@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use mesh::control::{self, BacklogRoom, Control, MemberEvent, NamespaceAsker};
 use mesh::digest::{Digest, DigestChange};
+use mesh::listed::BlocksAsk;
 use mesh::refusals::RefusalCounts;
 use mesh::transport::{self, BootId, Fetch, FetchDone, Grant, GrantedSlots, PeerNumber};
 use shm_protocol::blocks::PoolBlocks;
@@ -89,6 +90,7 @@ impl PeersEvent {
             Self::Ends(ends) => ends.len(),
             Self::Mesh(MeshEvent::Asked { blocks, .. }) => blocks.len(),
             Self::Mesh(MeshEvent::Changed { changes, .. }) => changes.len() / 2,
+            Self::Mesh(MeshEvent::Listed { blocks, .. }) => blocks.len() / 8,
             // Even a short list is dear: every waiting request may be checked.
             Self::Mesh(MeshEvent::Promises { .. }) => TURN,
             Self::Mesh(_) | Self::Checksum { .. } => 1,
@@ -213,6 +215,16 @@ impl PeersPort {
     /// Requests all keys of a peer again, because its filter is too small for them.
     pub fn resync(&self, peer: PeerNumber) {
         self.control.resync(peer);
+    }
+
+    /// Asks a peer for its best blocks.
+    pub fn ask_blocks(&self, peer: PeerNumber, ask: BlocksAsk) {
+        self.control.ask_blocks(peer, ask);
+    }
+
+    /// Tells the peers that this sidecar is about to leave; [`PeersPort::drain`] follows.
+    pub fn leave(&self) {
+        self.control.leave();
     }
 
     /// Queues changes for [`PeersPort::flush_changes`].
@@ -347,10 +359,16 @@ impl PeersPort {
                 self.names.insert(number, name);
                 MeshEvent::Joined(number)
             }
-            MemberEvent::Greeted { number: peer, keeps_asks } => {
+            MemberEvent::Greeted { number: peer, keeps_asks, lists_blocks } => {
                 // Over RDMA an ask is answered by a lease, which begins at the commit of all its blocks.
-                MeshEvent::Greeted { peer, keeps_asks: keeps_asks && !self.transports.is_by_rdma(peer) }
+                let keeps_asks = keeps_asks && !self.transports.is_by_rdma(peer);
+                MeshEvent::Greeted { peer, keeps_asks, lists_blocks }
             }
+            MemberEvent::Leaving { number } => {
+                tracing::info!(peer = self.name(number), "a peer is about to leave, and lists its blocks");
+                MeshEvent::Leaving(number)
+            }
+            MemberEvent::Listed { number: peer, ask, blocks } => MeshEvent::Listed { peer, ask, blocks },
             MemberEvent::Left { number, why } => {
                 self.transports.remove_peer(number);
                 self.down.remove(&number);

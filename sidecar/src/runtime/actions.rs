@@ -66,6 +66,7 @@ impl Runtime {
             Action::Publish { changes, at_once } => self.mesh().push_changes(changes, at_once),
             Action::Promise(promises) => self.mesh().push_promises(promises),
             Action::Resync { peer } => self.mesh().resync(peer),
+            Action::AskBlocks { peer, ask } => self.mesh().ask_blocks(peer, ask),
             Action::Bind { engine, facts, block_bytes, shards, words } => {
                 self.show_bound(&engine, &EngineBlocks { facts, block_bytes, shards }, words);
             }

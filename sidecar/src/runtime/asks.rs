@@ -2,11 +2,12 @@
 
 use std::time::Duration;
 
+use mesh::listed::ListedBlock;
 use mesh::transport::PeerNumber;
 
 use super::Runtime;
 use crate::control::inbox::{ControlAsk, Evicted, FoundBlock, KnownRates, Reply, ScoreStep, Surveyed};
-use crate::core::{Eviction, Location, PromptScore, Survey};
+use crate::core::{BestBlocks, Eviction, Location, PromptScore, Survey};
 
 /// Time of a turn for a score, plus at most one part of its keys: engines are answered behind it.
 const SCORE_TURN_MAX: Duration = Duration::from_micros(100);
@@ -16,6 +17,7 @@ const SCORE_TURN_MAX: Duration = Duration::from_micros(100);
 pub(super) enum AskTask {
     Survey(Survey, Reply<Surveyed>),
     Evict(Eviction, Reply<Evicted>),
+    BestBlocks(Box<BestBlocks>, Reply<Vec<ListedBlock>>),
 }
 
 // === impl Runtime: asks ===
@@ -55,6 +57,7 @@ impl Runtime {
                 self.publish_stats();
                 let _ = reply.send(found);
             }
+            ControlAsk::BestBlocks(list, reply) => self.task = Some(AskTask::BestBlocks(list, reply)),
             ControlAsk::Evict(_, reply) if reply.is_closed() => {}
             ControlAsk::Evict(_, reply) if self.opener.is_some() || self.core.recovers() => {
                 let _ = reply.send(Evicted::Recovering);
@@ -74,8 +77,14 @@ impl Runtime {
                 None => self.task = Some(AskTask::Survey(survey, reply)),
                 Some(namespaces) => {
                     let disks = self.disks.is_some();
-                    let _ = reply.send(Surveyed { namespaces, disks, peers: self.known_peers() });
+                    let unique = self.core.unique_by_namespace();
+                    let _ = reply.send(Surveyed { namespaces, unique, disks, peers: self.known_peers() });
                 }
+            },
+            AskTask::BestBlocks(_, reply) if reply.is_closed() => {}
+            AskTask::BestBlocks(list, reply) => match self.core.list_blocks(list) {
+                Ok(listed) => drop(reply.send(listed)),
+                Err(list) => self.task = Some(AskTask::BestBlocks(list, reply)),
             },
             AskTask::Evict(mut eviction, reply) => {
                 let goes_on = self.core.evict(&mut eviction, &mut self.out);

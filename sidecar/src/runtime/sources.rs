@@ -78,6 +78,7 @@ impl Host for Runtime {
             self.show_tiers();
             self.show_checks();
             self.metrics.publish_holders(self.core.holders());
+            self.metrics.publish_unique_value(self.core.unique_blocks().value_seconds);
             self.metrics.publish_parked(self.copiers.parked());
             if self.serves_parked_alone() {
                 self.copiers.end_if_stuck();

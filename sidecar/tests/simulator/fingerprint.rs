@@ -111,6 +111,7 @@ impl Words {
                 self.put(digests.iter().map(|digest| digest.0));
             }
             Action::Resync { peer } => self.put([17, u64::from(peer.0)]),
+            Action::AskBlocks { peer, ask } => self.put([21, u64::from(peer.0), u64::from(ask.blocks)]),
             Action::Bind { engine, facts: _, block_bytes, shards, words } => {
                 self.put([18, *block_bytes, u64::from(*shards)]);
                 self.bytes(engine.as_bytes());

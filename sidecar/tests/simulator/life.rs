@@ -6,6 +6,7 @@ mod admission;
 mod checksums;
 mod copies;
 mod disk;
+mod lists;
 mod mesh;
 mod turn;
 mod waits;

@@ -50,7 +50,7 @@ impl MeshPeers {
         keys.iter().filter_map(|key| shared(key, cx)).for_each(|digest| self.distrusted.insert(digest));
     }
 
-    pub(super) fn distrusts(&self, binding: &Binding, hash: &BlockHash) -> bool {
+    pub(in crate::core) fn distrusts(&self, binding: &Binding, hash: &BlockHash) -> bool {
         let digests = &self.distrusted.digests;
         !digests.is_empty() && digests.contains(&binding.block_digest(hash))
     }

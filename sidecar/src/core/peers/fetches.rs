@@ -226,7 +226,7 @@ impl MeshPeers {
     }
 
     /// True if any peer can be asked for blocks of this engine.
-    pub(super) fn may_ask(&self, binding: &Binding, cx: &Context) -> bool {
+    pub(in crate::core) fn may_ask(&self, binding: &Binding, cx: &Context) -> bool {
         let is_retired = cx.namespaces.is_retired(binding.space());
         let passes = self.fruitless.lets_pass(cx.now_ms, !self.fetches.is_empty());
         passes && !binding.is_private() && !is_retired && self.directory.peers().next().is_some()

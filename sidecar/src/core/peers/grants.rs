@@ -37,7 +37,7 @@ impl PeerGrant {
 
 impl MeshPeers {
     /// Answers a peer's ask: grants its blocks, except those over a limit and those absent here or of another
-    /// length. A draining sidecar grants nothing.
+    /// length. A draining sidecar grants nothing, unless it lets peers take its blocks.
     pub(super) fn grant_blocks(&mut self, ask: u64, peer: PeerNumber, blocks: &[Label], cx: &mut Context) {
         let mut granted = PeerGrant { peer, slots: Vec::new() };
         let mut has: u64 =
@@ -50,6 +50,7 @@ impl MeshPeers {
             Some(slot)
         });
         let slots: Vec<Option<SlotRef>> = slots.collect();
+        self.leaving.note_activity(cx.now_ms);
         self.stats.asks += 1;
         self.stats.asked_blocks += blocks.len() as u64;
         let before = self.grants.insert(ask, granted);
@@ -62,7 +63,7 @@ impl MeshPeers {
     fn hold(&mut self, label: &Label, has: u64, cx: &mut Context) -> Option<SlotRef> {
         let bytes = u64::from(label.bytes);
         let space = Space { digest: label.namespace, block_bytes: bytes };
-        let namespace = cx.namespaces.known(space).filter(|_| !cx.draining);
+        let namespace = cx.namespaces.known(space).filter(|_| !cx.draining || self.leaving.has_begun());
         let key = namespace.map(|namespace| BlockKey { namespace, group: label.group, hash: label.hash });
         let Some(slot) = key.and_then(|key| cx.dram.hold(&key, HolderId::NOBODY)) else {
             self.stats.absent_blocks += 1;
@@ -94,6 +95,7 @@ impl MeshPeers {
     pub(super) fn release_grant(&mut self, ask: u64, sent: u32, cx: &mut Context) {
         let granted = self.grants.remove(&ask).expect("a grant is released once");
         self.granted_bytes -= granted.slot_bytes();
+        self.leaving.note_activity(cx.now_ms);
         let whole = &granted.slots[..granted.slots.len().min(sent as usize)];
         self.stats.served_blocks += whole.len() as u64;
         self.stats.served_bytes += whole.iter().map(|(_, bytes)| bytes).sum::<u64>();

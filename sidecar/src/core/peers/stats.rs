@@ -3,6 +3,8 @@
 use mesh::directory::PeerStats;
 use mesh::transport::FetchFault;
 
+use crate::core::PrefetchStats;
+
 /// Names of the kinds of [`FetchFault`] in metrics, in the order of [`PeersStats::faults`].
 pub const FAULT_NAMES: [&str; 8] =
     ["absent", "corrupt", "short", "timeout", "connection", "malformed", "refused", "stopped"];
@@ -11,6 +13,9 @@ pub const FAULT_NAMES: [&str; 8] =
 #[derive(Clone, Debug, Default)]
 pub struct PeersStats {
     pub peers: Vec<PeerStats>,
+    pub prefetched: PrefetchStats,
+    /// Blocks in DRAM without an announcement of a peer.
+    pub unique_blocks: u64,
     /// Blocks on their way from peers now.
     pub fetching: u64,
     /// Blocks no peer is asked for in this life.

@@ -4,6 +4,7 @@
 mod absences;
 mod early;
 mod fruitless;
+mod prefetch;
 mod promises;
 mod score;
 mod standing;

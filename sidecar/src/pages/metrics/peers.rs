@@ -9,7 +9,7 @@ use mesh::transport::PeerNumber;
 use prometheus::{Gauge, IntCounterVec, IntGauge, Registry};
 
 use super::figures::{Figure, MetricFigures, counters_of, raise_counter, register_gauge, show_gauge};
-use crate::core::{FAULT_NAMES, PeersStats};
+use crate::core::{FAULT_NAMES, PeersStats, PrefetchReason};
 
 const COUNTERS: &[Figure<PeersStats>] = &[
     ("mesh_fetches_total", "Fetches from peers.", |s| s.fetches),
@@ -29,6 +29,27 @@ const COUNTERS: &[Figure<PeersStats>] = &[
         "mesh_standing_blocks_total",
         "Blocks requested from a peer that had promised them, before it had them.",
         |s| s.standing_blocks,
+    ),
+    (
+        "mesh_lists_total",
+        "Peers' lists of their best blocks, and questions for one without an answer.",
+        |s| s.prefetched.lists,
+    ),
+    (
+        "mesh_prefetched_blocks_total",
+        "Blocks fetched from peers before any request asked for them, in the first 60 s of an engine.",
+        |s| s.prefetched.came[PrefetchReason::Started as usize],
+    ),
+    ("mesh_rescued_blocks_total", "Blocks fetched from ending peers, because no other pod had them.", |s| {
+        s.prefetched.came[PrefetchReason::Leaving as usize]
+    }),
+    ("mesh_prefetched_used_blocks_total", "Prefetched and rescued blocks that a request has found.", |s| {
+        s.prefetched.used
+    }),
+    (
+        "mesh_prefetched_unused_blocks_total",
+        "Prefetched and rescued blocks that were evicted before any request found them.",
+        |s| s.prefetched.unused,
     ),
     ("mesh_asks_total", "Requests for blocks that peers sent to this sidecar.", |s| s.asks),
     (
@@ -77,6 +98,7 @@ const COUNTERS: &[Figure<PeersStats>] = &[
 const GAUGES: &[Figure<PeersStats>] = &[
     ("mesh_peers", "Members of the mesh other than this node.", |s| s.peers.len() as u64),
     ("mesh_fetching_blocks", "Blocks on their way from peers.", |s| s.fetching),
+    ("mesh_unique_blocks", "Blocks in memory that no peer announces.", |s| s.unique_blocks),
     ("mesh_granted_bytes", "Bytes that peers are reading from this sidecar.", |s| s.granted_bytes),
     (
         "mesh_distrusted_blocks",

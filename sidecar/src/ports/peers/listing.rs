@@ -1,16 +1,18 @@
-//! The namespaces of this sidecar, as peers request them.
+//! The namespaces and the best blocks of this sidecar, as peers request them.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use mesh::control::wire::namespaces::{NodeNamespace, StatedFacts};
-use mesh::control::{Counted, Listing};
+use mesh::control::{BlocksListed, Counted, Listing};
+use mesh::listed::BlocksAsk;
+use mesh::transport::PeerNumber;
 use shm_protocol::key::NamespaceDigest;
 use tokio::sync::oneshot;
 
 use crate::catalog;
 use crate::control::inbox::{ControlAsk, Inbox};
-use crate::core::KeptCounts;
+use crate::core::{BestBlocks, KeptCounts};
 
 /// The catalog, and the channel for counts of the data thread's blocks.
 #[derive(Debug)]
@@ -28,6 +30,13 @@ impl Listing for CatalogListing {
             let kept = if asked { answer.await.ok()?.namespaces } else { return None };
             Some(merge_namespaces(catalog.lock().stated(), kept))
         })
+    }
+
+    fn list_blocks(&self, asker: Option<PeerNumber>, asked: BlocksAsk) -> BlocksListed {
+        let (reply, answer) = oneshot::channel();
+        let list = Box::new(BestBlocks::new(asker, asked));
+        let asked = self.inbox.post_ask(ControlAsk::BestBlocks(list, reply));
+        Box::pin(async move { if asked { answer.await.ok() } else { None } })
     }
 }
 

@@ -99,6 +99,7 @@ impl Life {
             | Action::Grant { .. }
             | Action::Publish { .. }
             | Action::Promise(_)
+            | Action::AskBlocks { .. }
             | Action::Resync { .. } => self.apply_mesh(action, ctx),
             headers => return self.write_header(&headers, ctx),
         }

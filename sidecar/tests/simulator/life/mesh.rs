@@ -9,6 +9,7 @@ use std::sync::atomic::Ordering;
 
 use mesh::digest::{Digest, DigestChange};
 use mesh::directory::Filter;
+use mesh::listed::BlocksAsk;
 use mesh::transport::{Fetch, FetchDone, FetchFault, FetchStage, Label, PeerNumber, StandingTerms};
 use shm_protocol::key::NamespaceDigest;
 use shm_protocol::pool::SlotRef;
@@ -59,6 +60,8 @@ pub(super) struct Mesh {
     numbers: u32,
     coming: Vec<Coming>,
     asked: BTreeMap<u64, Vec<Label>>,
+    /// Questions for lists of blocks, not answered so far.
+    pub(super) list_asks: Vec<(PeerNumber, BlocksAsk)>,
     /// Asks that may stand until a time.
     standing: BTreeMap<u64, Micros>,
     reading: BTreeMap<u64, Reading>,
@@ -71,6 +74,8 @@ pub(super) struct Mesh {
     promised: Vec<Digest>,
     /// Numbers of asks that have stood here, and of those granted behind their last commit.
     kept: (u64, u64),
+    /// Numbers of prefetched blocks, by reason.
+    prefetched: [u64; 2],
     /// Bytes of a block of each namespace with an engine.
     sizes: BTreeMap<NamespaceDigest, u32>,
 }
@@ -135,7 +140,7 @@ impl Mesh {
         }
     }
 
-    fn labels(&self) -> Vec<Label> {
+    pub(super) fn labels(&self) -> Vec<Label> {
         let paths = (1..=DEPTH).flat_map(|depth| (0..1u64 << depth).map(move |bits| (depth, bits)));
         let last = paths.map(|(depth, bits)| {
             let path: Vec<u64> = (0..depth).map(|level| bits >> level & 1).collect();
@@ -159,7 +164,7 @@ impl Mesh {
             return Some(MeshEvent::Joined(PeerNumber(self.numbers)));
         };
         let labels = self.labels();
-        match ctx.rng.below(15) {
+        match ctx.rng.below(17) {
             0 => {
                 self.members[place] = None;
                 self.stop(|coming| coming.peer == peer, ctx);
@@ -192,14 +197,19 @@ impl Mesh {
                 let some = labels.iter().filter(|_| ctx.rng.one_in(one_in));
                 Some(MeshEvent::Promises { peer, promises: some.map(Digest::of_label).collect() })
             }
-            8 => Some(MeshEvent::Greeted { peer, keeps_asks: !ctx.rng.one_in(4) }),
+            8 => Some(MeshEvent::Greeted {
+                peer,
+                keeps_asks: !ctx.rng.one_in(4),
+                lists_blocks: !ctx.rng.one_in(4),
+            }),
             9 => {
                 let standing: Vec<u64> = self.standing.keys().copied().collect();
                 let ask = (!standing.is_empty()).then(|| ctx.rng.pick(&standing))?;
                 Some(MeshEvent::Withdrawn { ask })
             }
+            10 => Some(MeshEvent::Leaving(peer)),
             _ if dead || labels.is_empty() => None,
-            10..12 => Some(self.ask_promised(peer, ctx)),
+            11..13 => Some(self.ask_promised(peer, ctx)),
             _ => {
                 let count = ctx.rng.within(1, 6);
                 let one = |_| {
@@ -215,12 +225,17 @@ impl Mesh {
         }
     }
 
+    /// Picks a namespace of an engine, with its block size.
+    pub(super) fn any_namespace(&self, ctx: &mut Ctx) -> Option<(NamespaceDigest, u32)> {
+        let sizes: Vec<_> = self.sizes.iter().map(|(namespace, bytes)| (*namespace, *bytes)).collect();
+        (!sizes.is_empty()).then(|| ctx.rng.pick(&sizes))
+    }
+
     /// A peer asks for the end of a prompt that an engine here may have promised.
     fn ask_promised(&mut self, peer: PeerNumber, ctx: &mut Ctx) -> MeshEvent {
         let path: Vec<u64> = (0..ctx.rng.within(1, u64::from(DEPTH))).map(|_| ctx.rng.below(2)).collect();
         let place = ctx.rng.below(path.len() as u64) as u32;
-        let sizes: Vec<_> = self.sizes.iter().map(|(namespace, bytes)| (*namespace, *bytes)).collect();
-        let (namespace, bytes) = ctx.rng.pick(&sizes);
+        let (namespace, bytes) = self.any_namespace(ctx).expect("an engine has one");
         let hashes = keys(&path).split_off(place as usize);
         let blocks: Vec<Label> =
             hashes.into_iter().map(|hash| Label { namespace, group: 0, hash, bytes }).collect();
@@ -299,6 +314,7 @@ impl Life {
             }
             Action::Publish { changes, .. } => mesh.publish(&changes),
             Action::Promise(promises) => mesh.promise(promises),
+            Action::AskBlocks { peer, ask } => mesh.list_asks.push((peer, ask)),
             Action::Resync { .. } => {}
             other => unreachable!("no action of the mesh: {other:?}"),
         }
@@ -327,8 +343,14 @@ impl Life {
             let sent = ctx.rng.below(reading.slots.len() as u64 + 1) as u32;
             MeshEvent::Released { ask, sent }
         } else if mesh.moves < MOVES && due(mesh.next_move) {
-            let Some(event) = mesh.act(ctx) else { return true };
-            event
+            let answered = if ctx.rng.one_in(2) { mesh.answer_list(ctx) } else { None };
+            match answered.or_else(|| mesh.act(ctx)) {
+                Some(event) => event,
+                None => {
+                    self.list_for_peer(ctx);
+                    return true;
+                }
+            }
         } else {
             return false;
         };
@@ -337,6 +359,10 @@ impl Life {
             let before = std::mem::replace(&mut mesh.kept, (stats.kept_asks, stats.granted_behind));
             ctx.cover.add("sidecar kept an ask", mesh.kept.0 - before.0);
             ctx.cover.add("sidecar granted a kept ask", mesh.kept.1 - before.1);
+            let came = stats.prefetched.came;
+            let before = std::mem::replace(&mut mesh.prefetched, came);
+            ctx.cover.add("sidecar prefetched a block after a start", came[0] - before[0]);
+            ctx.cover.add("sidecar prefetched a block of a leaving peer", came[1] - before[1]);
         }
         true
     }

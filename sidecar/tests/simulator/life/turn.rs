@@ -145,6 +145,9 @@ impl Life {
         if self.draining {
             self.draining = false;
             self.handle(CoreEvent::Drain, ctx);
+            if self.core.begin_leaving() {
+                ctx.hit("sidecar leaves");
+            }
             return 1;
         }
         if let Some(id) = self.hung_up() {

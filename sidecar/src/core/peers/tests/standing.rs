@@ -72,7 +72,7 @@ fn awaiting(keeps_asks: Option<bool>) -> (Scene, u64) {
     let mut scene = Scene::new();
     scene.join(A, 0..0);
     if let Some(keeps_asks) = keeps_asks {
-        scene.hear(MeshEvent::Greeted { peer: A, keeps_asks });
+        scene.hear(MeshEvent::Greeted { peer: A, keeps_asks, lists_blocks: false });
     }
     scene.hear(MeshEvent::Promises { peer: A, promises: vec![digest(4), digest(5)] });
     let op = scene.await_prompt(1, 0..6);
@@ -276,7 +276,7 @@ fn a_peer_that_does_not_keep_asks_gets_none() {
 fn standing_blocks_take_a_part_of_the_room_for_arrivals() {
     let mut scene = Scene::new();
     scene.join(A, 0..0);
-    scene.hear(MeshEvent::Greeted { peer: A, keeps_asks: true });
+    scene.hear(MeshEvent::Greeted { peer: A, keeps_asks: true, lists_blocks: false });
     scene.hear(MeshEvent::Promises { peer: A, promises: vec![digest(99), digest(199)] });
     scene.await_prompt(1, 0..100);
     let fetch = scene.fetch();

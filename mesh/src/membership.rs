@@ -18,6 +18,7 @@ use std::fmt;
 use std::net::SocketAddr;
 
 use crate::backlog::BacklogRoom;
+use crate::control::AnnouncedEngine;
 use crate::digest::{Digest, DigestChange};
 use crate::directory::Filter;
 use crate::refusals::Reason;
@@ -46,9 +47,9 @@ pub enum MemberEvent {
         /// Address at which RDMA is set up, if the member has NICs for it.
         rdma: Option<SocketAddr>,
     },
-    /// A member's stream is up, and states whether the member keeps standing asks. An earlier member did not
-    /// state it.
-    Greeted { number: PeerNumber, keeps_asks: bool },
+    /// A member's stream is up, and states whether the member keeps standing asks, and its engines. An earlier
+    /// member did not state these.
+    Greeted { number: PeerNumber, keeps_asks: bool, engines: Vec<AnnouncedEngine> },
     /// A member has left and must be cut off. No event has its number again.
     Left { number: PeerNumber, why: Parting },
     /// The whole inventory of a member.

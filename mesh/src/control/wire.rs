@@ -32,6 +32,11 @@
 //! A digest is XXH3-64 over namespace digest (16 bytes), group (u32, little-endian) and hash (32 bytes) of a
 //! block ([`Digest`]). With a thinning of n, only digests are sent whose n bits from bit 16 up are zero.
 //!
+//! 9. A greeting has the engines of the server's node ([`engines`]), for routers.
+//!
+//! A router follows as an observer: `observes` in its requests. It has no blocks and serves nothing. The
+//! server counts observers apart from members, so they take no member's place.
+//!
 //! The method of [`namespaces`] returns a peer's namespaces.
 //!
 //! A message has at most [`REPLY_BYTES_MAX`]; a longer one, an unknown kind, or one out of order ends the
@@ -39,6 +44,7 @@
 
 #![allow(clippy::large_enum_variant, reason = "the oneof as prost wants it; one at a time")]
 
+pub mod engines;
 pub mod namespaces;
 
 use std::net::SocketAddr;
@@ -46,7 +52,8 @@ use std::num::NonZeroU64;
 
 use prost::Oneof;
 
-use super::{ControlConfig, DataAddresses, MESH_BYTES_MAX};
+use self::engines::{AnnouncedEngine, EngineMessage};
+use super::{ControlConfig, DataAddresses, MESH_BYTES_MAX, ServedAddresses};
 use crate::digest::{Digest, Thinning};
 use crate::feed::{CHUNK_DIGESTS_MAX, FeedMessage};
 use crate::membership::Identity;
@@ -83,6 +90,9 @@ pub struct FollowRequest {
     /// True if the follower understands [`FollowPromises`].
     #[prost(bool, tag = "8")]
     pub hears_promises: bool,
+    /// True if the follower is no member.
+    #[prost(bool, tag = "9")]
+    pub observes: bool,
 }
 
 /// A message of a server.
@@ -133,15 +143,20 @@ pub struct FollowHello {
     /// takes `Stand` frames.
     #[prost(bool, tag = "8")]
     pub keeps_asks: bool,
+    /// The node's engines.
+    #[prost(message, repeated, tag = "9")]
+    pub engines: Vec<EngineMessage>,
 }
 
 /// The parts of the protocol that a server has and an earlier one lacks.
-#[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct ServerFeatures {
     /// It has the method `Wait`.
     pub hears_waits: bool,
     /// It keeps standing asks.
     pub keeps_asks: bool,
+    /// The node's engines.
+    pub engines: Vec<AnnouncedEngine>,
 }
 
 /// Voids all digests sent before.
@@ -246,7 +261,8 @@ impl FollowRequest {
             known_boot,
             known_sequence,
             thinning: thinning.power().into(),
-            hears_promises: true,
+            hears_promises: !config.observes(),
+            observes: config.observes(),
         }
     }
 }
@@ -254,17 +270,18 @@ impl FollowRequest {
 // === impl FollowReply ===
 
 impl FollowReply {
-    /// The greeting of this node.
-    pub(super) fn hello(config: &ControlConfig) -> Self {
+    /// The greeting of a node with these addresses.
+    pub(super) fn hello(config: &ControlConfig, served: &ServedAddresses) -> Self {
         let said = Said::Hello(FollowHello {
             version: VERSION,
             mesh: config.mesh.clone(),
             node: config.node.as_str().into(),
             boot: config.boot.0.get(),
-            tcp: config.data.tcp.to_string(),
-            rdma: config.data.rdma.map(|rdma| rdma.to_string()).unwrap_or_default(),
+            tcp: served.data.tcp.to_string(),
+            rdma: served.data.rdma.map(|rdma| rdma.to_string()).unwrap_or_default(),
             hears_waits: true,
             keeps_asks: true,
+            engines: config.engines.iter().map(EngineMessage::from).collect(),
         });
         Self { said: Some(said) }
     }
@@ -328,7 +345,8 @@ impl FollowHello {
         let rdma = Some(&self.rdma).filter(|rdma| !rdma.is_empty());
         let rdma = rdma.map(|rdma| address(rdma, "RDMA address")).transpose()?;
         let data = DataAddresses { tcp, rdma };
-        let features = ServerFeatures { hears_waits: self.hears_waits, keeps_asks: self.keeps_asks };
+        let engines = EngineMessage::check_all(&self.engines);
+        let features = ServerFeatures { hears_waits: self.hears_waits, keeps_asks: self.keeps_asks, engines };
         Ok(CheckedReply::Hello(self.mesh, Identity { node, boot, data }, features))
     }
 }

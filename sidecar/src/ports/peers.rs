@@ -129,6 +129,7 @@ impl PeersPort {
             directory_bytes: mesh.directory_bytes,
             refusals: Arc::clone(&refusals),
             listing: Arc::new(known),
+            engines: mesh.engines.clone(),
             ..control::ControlConfig::new(
                 node,
                 mesh.listen,
@@ -144,7 +145,8 @@ impl PeersPort {
             say(said);
         })?;
         let rdma = data.rdma.map(tracing::field::display);
-        tracing::info!(node = %mesh.node, control = %control.listen_address(), tcp = %data.tcp, rdma, "in the mesh");
+        let listen = control.listen_address().map(tracing::field::display);
+        tracing::info!(node = %mesh.node, control = listen, tcp = %data.tcp, rdma, "in the mesh");
         let (names, down) = Default::default();
         let (next, ahead, rest, changes, at_once, promises, next_wait) = Default::default();
         Ok(Self {
@@ -347,7 +349,7 @@ impl PeersPort {
                 self.names.insert(number, name);
                 MeshEvent::Joined(number)
             }
-            MemberEvent::Greeted { number: peer, keeps_asks } => {
+            MemberEvent::Greeted { number: peer, keeps_asks, .. } => {
                 // Over RDMA an ask is answered by a lease, which begins at the commit of all its blocks.
                 MeshEvent::Greeted { peer, keeps_asks: keeps_asks && !self.transports.is_by_rdma(peer) }
             }

@@ -12,6 +12,7 @@ use prometheus::IntCounter;
 use tokio::time::Instant;
 
 use super::REQUEST_ID;
+use super::locate::LocateTimes;
 use sidecar::config::LogFormat;
 use sidecar::logging;
 
@@ -47,6 +48,8 @@ pub(super) struct Notes {
     /// The reason why the prefill engine did not compute the prompt.
     pub(super) prefill_failure: Option<&'static str>,
     pub(super) request_bytes: u64,
+    /// Times of the look for the prompt's blocks.
+    pub(super) locate: Option<LocateTimes>,
     /// The reason of the request's failure, without words of its body.
     pub(super) error: Option<String>,
 }
@@ -197,6 +200,7 @@ impl Drop for AccessEntry {
 
 impl Line {
     fn write_line(&self) {
+        let locate = self.notes.locate;
         tracing::info!(
             id = self.id.as_str(),
             client = %self.client,
@@ -208,6 +212,9 @@ impl Line {
             decode = self.notes.decode.as_deref(),
             request_bytes = self.notes.request_bytes,
             answer_bytes = self.bytes,
+            tokens_ms = locate.map(|times| milliseconds(times.tokens)),
+            keys_ms = locate.map(|times| milliseconds(times.keys)),
+            probe_ms = locate.map(|times| milliseconds(times.probe)),
             first_ms = self.first.map(milliseconds),
             whole_ms = milliseconds(self.whole),
             prefill_failure = self.notes.prefill_failure,

@@ -1,0 +1,159 @@
+//! The place of a prompt's blocks, for conversations that the router does not know: after its start, or from another router.
+//!
+//! The router derives the prompt's keys and looks for them in the directory of the mesh. An engine makes the tokens of a text.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use hyper::HeaderMap;
+use hyper::body::Bytes;
+use hyper::header::AUTHORIZATION;
+use serde::Deserialize;
+use serde_json::Value;
+use tokio::task::spawn_blocking;
+use tokio::time::{Instant, timeout};
+
+use super::Router;
+use super::affinity::Trail;
+use super::api::Api;
+use super::body::Fields;
+use super::counters::Located;
+use super::forward::{PromptAsked, RouteRequest};
+use super::members::PromptBlocks;
+use super::observer::Observer;
+
+/// The longest wait for an engine's tokens. The prompt then goes its way by its text.
+const TOKENS_TIME_MAX: Duration = Duration::from_millis(200);
+/// The pause after an engine gave no tokens in time.
+const TOKENS_PAUSE: Duration = Duration::from_secs(1);
+/// Fields that decide the tokens of a prompt, as vLLM's `/tokenize` takes them.
+const OF_TOKENS: [&str; 9] = [
+    "model",
+    "prompt",
+    "messages",
+    "tools",
+    "add_special_tokens",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "chat_template_kwargs",
+];
+
+/// Times of the parts of a look.
+#[derive(Copy, Clone, Debug, Default)]
+pub(super) struct LocateTimes {
+    pub(super) tokens: Duration,
+    pub(super) keys: Duration,
+    pub(super) probe: Duration,
+}
+
+/// Tokens as JSON.
+enum TokensJson {
+    /// A list in the request.
+    List(Bytes),
+    /// An engine's answer with a list in it.
+    Answer(Bytes),
+}
+
+#[derive(Deserialize)]
+struct TokensAnswer {
+    tokens: Vec<u32>,
+}
+
+// === impl TokensJson ===
+
+impl TokensJson {
+    fn read(&self) -> Option<Vec<u32>> {
+        match self {
+            Self::List(list) => serde_json::from_slice(list).ok(),
+            Self::Answer(answer) => {
+                serde_json::from_slice::<TokensAnswer>(answer).ok().map(|answer| answer.tokens)
+            }
+        }
+    }
+}
+
+// === impl Router ===
+
+impl Router {
+    /// Returns the request with the tokens of its prompt at each engine, if its conversation is unknown and the mesh shows them.
+    pub(super) async fn locate(&self, mut asked: RouteRequest, prompt: &PromptAsked) -> RouteRequest {
+        let Some(observer) = &self.observer else { return asked };
+        let tokens = self.token_bytes.tokens(&prompt.prompt.sizes());
+        let spaces = observer.members().spaces();
+        let is_looked_for = prompt.prompt.whole.is_none()
+            && tokens >= self.options.min_remote_tokens
+            // The salt is a part of the keys.
+            && !prompt.fields.is_set("cache_salt")
+            && !spaces.is_empty()
+            && !self.decode.knows(&asked.trail, Instant::now());
+        if !is_looked_for {
+            return asked;
+        }
+        let begin = Instant::now();
+        let json = self.find_tokens(observer, &asked.headers, prompt).await;
+        let (members, tokens_time) = (Arc::clone(&observer.members), begin.elapsed());
+        let looked = match json {
+            Some(json) => spawn_blocking(move || {
+                let begin = Instant::now();
+                let blocks = PromptBlocks::derive_keys(&json.read()?, &spaces);
+                let keys = begin.elapsed();
+                let held =
+                    members.lock().unwrap_or_else(std::sync::PoisonError::into_inner).probe_prompt(&blocks);
+                let probe = begin.elapsed() - keys;
+                Some((held, LocateTimes { tokens: tokens_time, keys, probe }))
+            }),
+            None => {
+                self.counters.located(Located::Untokenized);
+                return asked;
+            }
+        };
+        let Some((held, times)) = looked.await.expect("no list of tokens lets it panic") else {
+            self.counters.located(Located::Untokenized);
+            return asked;
+        };
+        asked.noted.notes().locate = Some(times);
+        self.counters.located(if held.is_empty() { Located::Nowhere } else { Located::Held });
+        self.token_bytes.learn(&prompt.prompt.sizes(), held.tokens);
+        asked.trail = Arc::new(Trail { held, ..(*asked.trail).clone() });
+        asked
+    }
+
+    /// Returns the tokens of a prompt: those of the client, or an engine's for a text.
+    async fn find_tokens(
+        &self,
+        observer: &Observer,
+        headers: &HeaderMap,
+        prompt: &PromptAsked,
+    ) -> Option<TokensJson> {
+        let (fields, sizes) = (&prompt.fields, prompt.prompt.sizes());
+        if sizes.ids > 0 {
+            let name = if prompt.api == Api::Generate { "token_ids" } else { "prompt" };
+            return fields.get_bytes(name).map(TokensJson::List);
+        }
+        let is_text = prompt.prompt.is_one || prompt.api == Api::Chat;
+        let now = Instant::now();
+        if !is_text || !observer.may_ask_tokens(now) {
+            return None;
+        }
+        let engine = self
+            .decode
+            .ranked(&Trail::default(), 1, None, now)
+            .into_iter()
+            .find(|engine| engine.is_up(now))?;
+        let mut question = Fields::default();
+        OF_TOKENS.iter().for_each(|name| question.copy_field(name, fields));
+        let token = headers.get(AUTHORIZATION).map(|token| (AUTHORIZATION, token.clone()));
+        let asked =
+            RouteRequest::own_prompt("/tokenize", token.into_iter().collect(), &Value::Null).with(&question);
+        let answer = timeout(TOKENS_TIME_MAX, engine.forwarder.ask_success(asked)).await;
+        let why = match answer {
+            Ok(Ok(answer)) => return Some(TokensJson::Answer(answer.into_body())),
+            Ok(Err(error)) => error.to_string(),
+            Err(_) => format!("it took longer than {} ms", TOKENS_TIME_MAX.as_millis()),
+        };
+        tracing::debug!(engine = %engine.address, "POST /tokenize gave no tokens, so the text decides the way: {why}");
+        observer.ask_no_tokens(now + TOKENS_PAUSE);
+        None
+    }
+}

@@ -1,0 +1,216 @@
+//! The members of a mesh as a router knows them: their engines, and the blocks that each keeps. No I/O.
+//!
+//! A filter is always a little late and sometimes wrong: an answer here decides where a prompt goes, and never what an engine loads.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use mesh::control::{AnnouncedEngine, EngineUse, MemberEvent, NamespacesAnswer, NodeNamespace};
+use mesh::digest::Digest;
+use mesh::directory::{Directory, DirectoryConfig};
+use mesh::transport::{NodeId, PeerNumber};
+use shm_protocol::key::{BlockHash, Chain, GROUP, NamespaceDigest, read_block_tokens};
+use shm_protocol::namespace::{self, Facts};
+
+use super::address::EngineUrl;
+use super::affinity::HeldPrompt;
+use super::listed::EngineList;
+
+/// The most namespaces of a probe, those with the most blocks: each takes a digest for every block of the prompt.
+const SPACES_MAX: usize = 8;
+/// The facts that decide a prompt's keys.
+const KEY_FACTS: [&str; 4] = ["hash_algorithm", "none_hash", "extra_keys", "block_tokens"];
+
+/// All members, and the namespaces of their blocks.
+#[derive(Debug)]
+pub(super) struct MeshMembers {
+    directory: Directory,
+    members: BTreeMap<PeerNumber, MeshMember>,
+    spaces: Arc<[PromptSpace]>,
+    /// Members with a filter too small for their blocks.
+    overfull: BTreeSet<PeerNumber>,
+    /// True if the certificates of engines with https can be checked.
+    has_authorities: bool,
+}
+
+#[derive(Debug)]
+struct MeshMember {
+    node: NodeId,
+    engines: Vec<(EngineUrl, EngineUse)>,
+}
+
+/// A namespace whose prompts have keys that the router derives.
+#[derive(Clone, Debug)]
+pub(super) struct PromptSpace {
+    digest: NamespaceDigest,
+    facts: Arc<Facts>,
+    blocks: u64,
+}
+
+/// A prompt's blocks in one namespace.
+#[derive(Debug)]
+struct SpaceBlocks {
+    digests: Vec<Digest>,
+    block_tokens: u64,
+}
+
+/// A prompt's blocks in each namespace.
+#[derive(Debug)]
+pub(super) struct PromptBlocks {
+    tokens: u64,
+    spaces: Vec<SpaceBlocks>,
+}
+
+// === impl MeshMembers ===
+
+impl MeshMembers {
+    pub(super) fn new(has_authorities: bool) -> Self {
+        let (members, overfull, spaces) = (BTreeMap::new(), BTreeSet::new(), Arc::new([]));
+        let directory = Directory::new(DirectoryConfig::default());
+        Self { directory, members, spaces, overfull, has_authorities }
+    }
+
+    /// Applies an event. Returns true if members or engines have changed.
+    pub(super) fn apply_event(&mut self, event: MemberEvent) -> bool {
+        match event {
+            MemberEvent::Joined { number, peer, .. } => {
+                tracing::info!(peer = %peer.node, "a member of the mesh joined");
+                self.directory.add_peer(number);
+                self.members.insert(number, MeshMember { node: peer.node, engines: Vec::new() });
+                return true;
+            }
+            MemberEvent::Greeted { number, engines, .. } => return self.set_engines(number, &engines),
+            MemberEvent::Left { number, why } => {
+                let peer = self.members.remove(&number).map(|member| member.node.to_string());
+                tracing::info!(peer, "a member of the mesh left, and with it its engines: {why}");
+                self.directory.remove_peer(number);
+                self.overfull.remove(&number);
+                return true;
+            }
+            MemberEvent::Snapshot { number, filter, .. } => self.directory.replace(number, filter),
+            MemberEvent::Changes { number, changes, .. } => {
+                if !self.directory.apply(number, &changes) {
+                    self.overfull.insert(number);
+                }
+            }
+            // The last known blocks and engines stay in use: the router judges an engine by its answers.
+            MemberEvent::Stale { .. } | MemberEvent::Promises { .. } => {}
+            MemberEvent::Note(text) => tracing::warn!("{text}"),
+        }
+        false
+    }
+
+    fn set_engines(&mut self, number: PeerNumber, announced: &[AnnouncedEngine]) -> bool {
+        let has_authorities = self.has_authorities;
+        let Some(member) = self.members.get_mut(&number) else { return false };
+        let usable = |engine: &AnnouncedEngine| {
+            let url =
+                engine.url.parse::<EngineUrl>().and_then(|url| match url.is_https() && !has_authorities {
+                    true => Err(format!(
+                        "{url} needs --engine-ca: name a PEM file with the authority of its certificate"
+                    )),
+                    false => Ok(url),
+                });
+            let url = url
+                .inspect_err(|error| tracing::warn!(peer = %member.node, "an engine is not asked: {error}"));
+            Some((url.ok()?, engine.role))
+        };
+        let engines: Vec<_> = announced.iter().filter_map(usable).collect();
+        let has_changed = engines != member.engines;
+        member.engines = engines;
+        has_changed
+    }
+
+    pub(super) fn count_members(&self) -> usize {
+        self.members.len()
+    }
+
+    /// The engines of all members, each once. An engine of both roles answers, and computes the prompts of its answers.
+    pub(super) fn engines(&self) -> EngineList {
+        let of = |is_prefill: bool| {
+            let all = self.members.values().flat_map(|member| &member.engines);
+            let mut urls: Vec<EngineUrl> = Vec::new();
+            for (url, _) in all.filter(|(_, role)| (*role == EngineUse::Prefill) == is_prefill) {
+                if !urls.contains(url) {
+                    urls.push(url.clone());
+                }
+            }
+            urls
+        };
+        EngineList { prefill: of(true), decode: of(false) }
+    }
+
+    /// The members with too small a filter since the last call: their inventories must be requested again.
+    pub(super) fn take_overfull(&mut self) -> BTreeSet<PeerNumber> {
+        std::mem::take(&mut self.overfull)
+    }
+
+    /// Replaces the namespaces by those in the members' answers, if there are any. Namespaces of windows and states have no leading runs.
+    pub(super) fn set_namespaces(&mut self, answers: &[NamespacesAnswer]) {
+        let mut found: BTreeMap<[u8; 16], PromptSpace> = BTreeMap::new();
+        for NodeNamespace { digest, stated, memory_blocks, .. } in
+            answers.iter().flat_map(|answer| &answer.namespaces)
+        {
+            let Some(stated) =
+                stated.as_ref().filter(|stated| !namespace::has_parentless_blocks(&stated.facts))
+            else {
+                continue;
+            };
+            let (digest, facts) = (*digest, Arc::clone(&stated.facts));
+            found.entry(digest.0).or_insert(PromptSpace { digest, facts, blocks: 0 }).blocks += memory_blocks;
+        }
+        if found.is_empty() {
+            return;
+        }
+        let mut spaces: Vec<PromptSpace> = found.into_values().collect();
+        spaces.sort_by_key(|space| std::cmp::Reverse(space.blocks));
+        spaces.truncate(SPACES_MAX);
+        self.spaces = spaces.into();
+    }
+
+    pub(super) fn spaces(&self) -> Arc<[PromptSpace]> {
+        Arc::clone(&self.spaces)
+    }
+
+    /// Returns the leading tokens of a prompt at each engine, as far as its node keeps them in memory.
+    pub(super) fn probe_prompt(&self, prompt: &PromptBlocks) -> HeldPrompt {
+        let mut held: Vec<(EngineUrl, u64)> = Vec::new();
+        for (number, member) in self.members.iter().filter(|(_, member)| !member.engines.is_empty()) {
+            let leading = |space: &SpaceBlocks| {
+                self.directory.leading(*number, &space.digests).0 as u64 * space.block_tokens
+            };
+            let tokens = prompt.spaces.iter().map(leading).max().unwrap_or(0);
+            held.extend(member.engines.iter().filter(|_| tokens > 0).map(|(url, _)| (url.clone(), tokens)));
+        }
+        HeldPrompt { tokens: prompt.tokens, held }
+    }
+}
+
+// === impl PromptBlocks ===
+
+impl PromptBlocks {
+    /// Derives the keys of a prompt in each namespace. Namespaces with equal facts of keys share the hashes.
+    pub(super) fn derive_keys(tokens: &[u32], spaces: &[PromptSpace]) -> Self {
+        let mut hashed: Vec<(&PromptSpace, Vec<BlockHash>)> = Vec::new();
+        let mut blocks = Vec::new();
+        for space in spaces {
+            let is_alike = |(one, _): &&(&PromptSpace, Vec<BlockHash>)| {
+                KEY_FACTS.iter().all(|fact| one.facts.get(*fact) == space.facts.get(*fact))
+            };
+            if hashed.iter().find(is_alike).is_none() {
+                // Keys that one engine alone can make are in no other place.
+                let Ok((_, mut chain)) = Chain::of_facts(&space.facts) else { continue };
+                chain.append(tokens);
+                hashed.push((space, chain.hashes().to_vec()));
+            }
+            let (Some((_, hashes)), Ok(block_tokens)) =
+                (hashed.iter().find(is_alike), read_block_tokens(&space.facts))
+            else {
+                continue;
+            };
+            let digests = hashes.iter().map(|hash| Digest::new(&space.digest, GROUP, hash)).collect();
+            blocks.push(SpaceBlocks { digests, block_tokens: block_tokens.into() });
+        }
+        Self { tokens: tokens.len() as u64, spaces: blocks }
+    }
+}

@@ -251,6 +251,23 @@ mod tests {
     }
 
     #[test]
+    fn a_conversation_is_that_of_engines_with_more_than_the_beginning_shared_by_all() {
+        let url: EngineUrl = "http://a:1".parse().unwrap();
+        let held = |tokens| HeldPrompt { tokens: 1000, held: vec![(url.clone(), tokens)] };
+        // The system prompt is a fifth of the prompt.
+        let chat = |tokens| Trail { held: held(tokens), ..trail(None, &[1, 2, 3, 4, 5]) };
+        let known = |trail: &Trail| KnownPrompt::of_held(vec![(7, trail.held.at(&url)), (8, 0)], trail);
+        assert!(!known(&chat(200)).is_own && !known(&chat(399)).is_own);
+        assert!(known(&chat(400)).is_own);
+        assert_eq!(known(&chat(400)).remaining_tokens(7, 1000, &chat(400)), 600);
+        assert_eq!(known(&chat(400)).remaining_tokens(8, 1000, &chat(400)), 1000);
+        assert_eq!(known(&chat(0)), KnownPrompt::default());
+        // In a text nothing shows where a conversation begins.
+        let text = |tokens| Trail { held: held(tokens), ..trail(None, &[1]) };
+        assert!(!known(&text(249)).is_own && known(&text(250)).is_own);
+    }
+
+    #[test]
     fn what_is_not_asked_for_any_more_is_forgotten() {
         let affinity = Affinity::default();
         affinity.note_holder(&trail(None, &[1]), 7);

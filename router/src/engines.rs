@@ -424,6 +424,29 @@ mod tests {
     }
 
     #[test]
+    fn blocks_in_the_mesh_make_an_engine_that_of_the_conversation() {
+        let (engines, now) = (engines(3), Instant::now());
+        let url = engines.all()[1].address.url.clone();
+        let held = crate::affinity::HeldPrompt { tokens: 1000, held: vec![(url, 900)] };
+        let located = Trail { held, ..trail(7, true) };
+        assert!(!engines.knows(&trail(7, true), now));
+        let unknown = |trail: &Trail| -> Vec<(u32, u64)> {
+            let all = engines.unknown_at_free(trail, 1000, now);
+            all.iter().map(|(engine, unknown)| (engine.number, *unknown)).collect()
+        };
+        assert_eq!(unknown(&located), [(2, 100), (1, 1000), (3, 1000)]);
+        engines.note_prompt(&located, &engines.all()[1], now);
+        assert!(engines.knows(&trail(7, true), now), "from now on the router knows it");
+        // A new conversation costs more where others are; an engine with too many requests gets none.
+        assert_eq!(unknown(&trail(8, true)), [(1, 1000), (3, 1000), (2, 1000 + 512)]);
+        let shares: Vec<_> = (0..9).map(|_| engines.all()[1].add_share(1, now)).collect();
+        assert_eq!(unknown(&located), [(1, 1000), (3, 1000)]);
+        drop(shares);
+        engines.all()[1].set_down(now);
+        assert!(!engines.knows(&trail(7, true), now), "an engine that is down has nothing to give");
+    }
+
+    #[test]
     fn a_share_is_alone_at_an_engine_that_is_up_and_has_nothing_else_to_do() {
         let (engines, now) = (engines(1), Instant::now());
         let first = engines.all()[0].add_share(10, now);

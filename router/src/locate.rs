@@ -14,7 +14,7 @@ use tokio::task::spawn_blocking;
 use tokio::time::{Instant, timeout};
 
 use super::Router;
-use super::affinity::Trail;
+use super::affinity::{HeldPrompt, Trail};
 use super::api::Api;
 use super::body::Fields;
 use super::counters::Located;
@@ -78,37 +78,10 @@ impl TokensJson {
 impl Router {
     /// Returns the request with the tokens of its prompt at each engine, if its conversation is unknown and the mesh shows them.
     pub(super) async fn locate(&self, mut asked: RouteRequest, prompt: &PromptAsked) -> RouteRequest {
-        let Some(observer) = &self.observer else { return asked };
-        let tokens = self.token_bytes.tokens(&prompt.prompt.sizes());
-        let spaces = observer.members().spaces();
-        let is_looked_for = prompt.prompt.whole.is_none()
-            && tokens >= self.options.min_remote_tokens
-            // The salt is a part of the keys.
-            && !prompt.fields.is_set("cache_salt")
-            && !spaces.is_empty()
-            && !self.decode.knows(&asked.trail, Instant::now());
-        if !is_looked_for {
+        let Some(observer) = self.observer.as_ref().filter(|_| self.is_looked_for(&asked, prompt)) else {
             return asked;
-        }
-        let begin = Instant::now();
-        let json = self.find_tokens(observer, &asked.headers, prompt).await;
-        let (members, tokens_time) = (Arc::clone(&observer.members), begin.elapsed());
-        let looked = match json {
-            Some(json) => spawn_blocking(move || {
-                let begin = Instant::now();
-                let blocks = PromptBlocks::derive_keys(&json.read()?, &spaces);
-                let keys = begin.elapsed();
-                let held =
-                    members.lock().unwrap_or_else(std::sync::PoisonError::into_inner).probe_prompt(&blocks);
-                let probe = begin.elapsed() - keys;
-                Some((held, LocateTimes { tokens: tokens_time, keys, probe }))
-            }),
-            None => {
-                self.counters.located(Located::Untokenized);
-                return asked;
-            }
         };
-        let Some((held, times)) = looked.await.expect("no list of tokens lets it panic") else {
+        let Some((held, times)) = self.look_up(observer, &asked.headers, prompt).await else {
             self.counters.located(Located::Untokenized);
             return asked;
         };
@@ -117,6 +90,37 @@ impl Router {
         self.token_bytes.learn(&prompt.prompt.sizes(), held.tokens);
         asked.trail = Arc::new(Trail { held, ..(*asked.trail).clone() });
         asked
+    }
+
+    /// Returns true for a prompt worth a look: long enough for another engine, of an unknown conversation, with keys by its tokens alone.
+    fn is_looked_for(&self, asked: &RouteRequest, prompt: &PromptAsked) -> bool {
+        prompt.prompt.whole.is_none()
+            && !prompt.fields.is_set("cache_salt")
+            && self.token_bytes.tokens(&prompt.prompt.sizes()) >= self.options.min_remote_tokens
+            && !self.decode.knows(&asked.trail, Instant::now())
+    }
+
+    /// Returns the leading tokens at each engine, and the times of the look; `None` without the prompt's tokens.
+    async fn look_up(
+        &self,
+        observer: &Observer,
+        headers: &HeaderMap,
+        prompt: &PromptAsked,
+    ) -> Option<(HeldPrompt, LocateTimes)> {
+        let (begin, spaces) = (Instant::now(), observer.members().spaces());
+        if spaces.is_empty() {
+            return None;
+        }
+        let json = self.find_tokens(observer, headers, prompt).await?;
+        let (observer, tokens) = (observer.clone(), begin.elapsed());
+        let looked = spawn_blocking(move || {
+            let begin = Instant::now();
+            let blocks = PromptBlocks::derive_keys(&json.read()?, &spaces);
+            let keys = begin.elapsed();
+            let held = observer.members().probe_prompt(&blocks);
+            Some((held, LocateTimes { tokens, keys, probe: begin.elapsed() - keys }))
+        });
+        looked.await.expect("no list of tokens lets it panic")
     }
 
     /// Returns the tokens of a prompt: those of the client, or an engine's for a text.

@@ -214,3 +214,119 @@ impl PromptBlocks {
         Self { tokens: tokens.len() as u64, spaces: blocks }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::num::NonZeroU64;
+
+    use mesh::control::Parting;
+    use mesh::control::wire::namespaces::StatedFacts;
+    use mesh::digest::DigestChange;
+    use mesh::directory::Filter;
+    use mesh::transport::{BootId, Peer};
+    use shm_protocol::key::{Algorithm, NoneHashRule, none_hash};
+
+    use super::*;
+
+    const BLOCK_TOKENS: u32 = 16;
+
+    fn facts(model: &str) -> Facts {
+        let first = none_hash(Algorithm::Sha256Cbor, NoneHashRule::Since029, Some("0")).unwrap();
+        let first: String = first.0.iter().map(|byte| format!("{byte:02x}")).collect();
+        let facts = [
+            ("model", model),
+            ("hash_algorithm", "sha256_cbor"),
+            ("none_hash", &first),
+            ("extra_keys", "tagged"),
+            ("block_tokens", &BLOCK_TOKENS.to_string()),
+        ];
+        facts.into_iter().map(|(name, value)| (name.to_owned(), value.to_owned())).collect()
+    }
+
+    fn answer(namespaces: Vec<NodeNamespace>) -> NamespacesAnswer {
+        NamespacesAnswer { peer: NodeId::new("a").unwrap(), namespaces, missing: None }
+    }
+
+    fn namespace_of(facts: Facts, memory_blocks: u64) -> NodeNamespace {
+        let digest = namespace::digest_facts(&facts);
+        let stated = Some(StatedFacts { facts: Arc::new(facts), block_bytes: 1, shards: 1 });
+        NodeNamespace { digest, stated, memory_blocks, disk_blocks: 0 }
+    }
+
+    fn joined(number: u32) -> MemberEvent {
+        let (node, boot) = (NodeId::new(format!("pod-{number}")).unwrap(), Some(BootId(NonZeroU64::MIN)));
+        let peer = Peer { node, boot, address: ([127, 0, 0, 1], 1).into() };
+        MemberEvent::Joined { number: PeerNumber(number), peer, rdma: None }
+    }
+
+    fn greeted(number: u32, engines: &[&str]) -> MemberEvent {
+        let engines = engines.iter().map(|engine| engine.parse().unwrap()).collect();
+        MemberEvent::Greeted { number: PeerNumber(number), keeps_asks: true, engines }
+    }
+
+    fn urls(urls: &[&str]) -> Vec<EngineUrl> {
+        urls.iter().map(|url| url.parse().unwrap()).collect()
+    }
+
+    #[test]
+    fn engines_come_and_go_with_their_members_and_each_counts_once() {
+        let mut members = MeshMembers::new(false);
+        assert!(members.apply_event(joined(1)) && members.apply_event(joined(2)));
+        assert!(
+            members.apply_event(greeted(1, &["http://p:1=prefill", "http://b:1=both", "https://s:1=both"]))
+        );
+        assert!(members.apply_event(greeted(2, &["http://b:1=both", "http://d:1=decode"])));
+        assert!(
+            !members.apply_event(greeted(2, &["http://b:1=both", "http://d:1=decode"])),
+            "over another stream"
+        );
+        let expected =
+            EngineList { prefill: urls(&["http://p:1"]), decode: urls(&["http://b:1", "http://d:1"]) };
+        assert_eq!(members.engines(), expected, "https needs an authority");
+        assert!(!members.apply_event(MemberEvent::Stale { number: PeerNumber(1) }));
+        assert_eq!(members.engines(), expected, "an engine outlives its sidecar");
+        assert!(members.apply_event(MemberEvent::Left { number: PeerNumber(1), why: Parting::Silent }));
+        assert_eq!(members.engines().prefill, []);
+        assert!(!members.apply_event(greeted(1, &["http://p:1=prefill"])), "it is no member");
+    }
+
+    #[test]
+    fn a_prompt_is_held_as_far_as_a_filter_says_whatever_namespaces_there_are() {
+        let mut members = MeshMembers::new(false);
+        members.apply_event(joined(1));
+        members.apply_event(greeted(1, &["http://b:1=both"]));
+        let tokens: Vec<u32> = (0..200).collect();
+        // Random in each process, of states, and of no known facts.
+        let random =
+            Facts::from_iter(facts("m").into_iter().chain([("none_hash".to_owned(), "random".to_owned())]));
+        let unknown = NodeNamespace { stated: None, ..namespace_of(facts("x"), 9) };
+        members.set_namespaces(&[answer(vec![
+            namespace_of(facts("m"), 5),
+            namespace_of(random, 7),
+            unknown,
+        ])]);
+        members.set_namespaces(&[answer(Vec::new())]);
+        let blocks = PromptBlocks::derive_keys(&tokens, &members.spaces());
+        assert_eq!((members.spaces().len(), blocks.spaces.len(), blocks.tokens), (2, 1, 200));
+        let probe = |members: &MeshMembers| members.probe_prompt(&blocks).held;
+        assert_eq!(probe(&members), [], "there is no filter yet");
+        let digests = &blocks.spaces[0].digests;
+        assert_eq!(digests.len(), 12);
+        let mut filter = Filter::with_capacity(1000);
+        digests[..5].iter().for_each(|digest| assert!(filter.insert(*digest)));
+        members.directory.replace(PeerNumber(1), filter);
+        let url: EngineUrl = "http://b:1".parse().unwrap();
+        assert_eq!(probe(&members), [(url.clone(), 80)]);
+        assert!(members.directory.apply(PeerNumber(1), &[DigestChange::Removed(digests[2])]));
+        assert_eq!(probe(&members), [(url, 32)]);
+    }
+
+    #[test]
+    fn the_namespaces_with_the_most_blocks_are_looked_at() {
+        let mut members = MeshMembers::new(false);
+        let all = (0..20).map(|model| namespace_of(facts(&model.to_string()), model));
+        members.set_namespaces(&[answer(all.collect()), answer(vec![namespace_of(facts("3"), 100)])]);
+        let blocks: Vec<u64> = members.spaces().iter().map(|space| space.blocks).collect();
+        assert_eq!(blocks, [103, 19, 18, 17, 16, 15, 14, 13]);
+    }
+}

@@ -1,7 +1,7 @@
 //! The router as an observer of a mesh: it follows the members as a pod does, without a pool of its own.
 
 use std::num::NonZeroU64;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::Duration;
 
 use clap::Args;
@@ -52,14 +52,14 @@ pub(super) struct FollowOptions {
     mesh_directory_size: Size,
 }
 
-/// The mesh of a router.
-#[derive(Debug)]
+/// The mesh of a router; clones are one.
+#[derive(Clone, Debug)]
 pub(super) struct Observer {
-    pub(super) members: Arc<Mutex<MeshMembers>>,
+    members: Arc<RwLock<MeshMembers>>,
     /// Changes with the members or their engines.
     changed: watch::Sender<()>,
     /// No engine is asked for tokens before this time.
-    tokens_after: Mutex<Option<Instant>>,
+    tokens_after: Arc<Mutex<Option<Instant>>>,
 }
 
 // === impl FollowOptions ===
@@ -96,23 +96,27 @@ fn draw_life() -> NonZeroU64 {
 impl Observer {
     /// A mesh without members so far.
     pub(super) fn new(has_authorities: bool) -> Self {
-        let members = Arc::new(Mutex::new(MeshMembers::new(has_authorities)));
-        Self { members, changed: watch::Sender::new(()), tokens_after: Mutex::default() }
+        let members = Arc::new(RwLock::new(MeshMembers::new(has_authorities)));
+        Self { members, changed: watch::Sender::new(()), tokens_after: Arc::default() }
     }
 
     /// Starts to follow the members of the options. No failure of a member ends it.
     pub(super) fn start_control(&self, options: &FollowOptions) -> anyhow::Result<Control> {
         let (members, changed) = (Arc::clone(&self.members), self.changed.clone());
         let apply = move |event| {
-            if members.lock().unwrap_or_else(PoisonError::into_inner).apply_event(event) {
+            if members.write().unwrap_or_else(PoisonError::into_inner).apply_event(event) {
                 changed.send_replace(());
             }
         };
         Ok(Control::start(options.complete()?, apply)?)
     }
 
-    pub(super) fn members(&self) -> MutexGuard<'_, MeshMembers> {
-        self.members.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(super) fn members(&self) -> RwLockReadGuard<'_, MeshMembers> {
+        self.members.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn members_mut(&self) -> RwLockWriteGuard<'_, MeshMembers> {
+        self.members.write().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The engines of all members.
@@ -139,10 +143,10 @@ impl Observer {
     pub(super) async fn attend_members(&self, control: Control) {
         let mut changes = self.changes();
         loop {
-            let overfull = self.members().take_overfull();
+            let overfull = self.members_mut().take_overfull();
             overfull.into_iter().for_each(|peer| control.resync(peer));
             if let Ok(answers) = control.asker().ask_members().await {
-                self.members().set_namespaces(&answers);
+                self.members_mut().set_namespaces(&answers);
             }
             let pause = if self.members().spaces().is_empty() { UNKNOWN_PAUSE } else { ASK_PAUSE };
             tokio::select! {

@@ -17,7 +17,6 @@ use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper::{HeaderMap, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
-use mesh::control::Control;
 use rustix::net::sockopt;
 use rustix::process::{Resource, getrlimit};
 use serde_json::json;
@@ -109,8 +108,8 @@ pub fn serve_router(
     let served = runtime.block_on(async move {
         refresher.resolve().await;
         tokio::spawn(refresher.refresh_forever(reload));
-        if let Some(control) = control {
-            tokio::spawn(attend_mesh(Arc::clone(&router), control));
+        if let (Some(observer), Some(control)) = (router.observer.clone(), control) {
+            tokio::spawn(async move { observer.attend_members(control).await });
         }
         let listener = tokio::net::TcpListener::from_std(listener)?;
         let drain_time = Duration::from_millis(router.options.drain_time.as_millis());
@@ -136,13 +135,6 @@ pub fn serve_router(
     runtime.shutdown_background();
     writer.into_iter().for_each(Writer::wait_written);
     served
-}
-
-/// Keeps the router's knowledge of the mesh up to date, forever.
-async fn attend_mesh(router: Arc<Router>, control: Control) {
-    if let Some(observer) = &router.observer {
-        observer.attend_members(control).await;
-    }
 }
 
 /// Gives a request an id, for engines and the access log.

@@ -1,4 +1,4 @@
-//! `pillion route` as an observer of a mesh: real sidecars, and servers in place of engines that save real blocks.
+//! `pillion route` as an observer of a mesh: real sidecars, with servers in place of engines and real blocks.
 
 mod client;
 #[path = "follow/engine.rs"]
@@ -37,7 +37,7 @@ fn turn_request(conversation: u32, turn: u32) -> Value {
     json!({ "model": "m", "messages": messages, "max_tokens": 1 })
 }
 
-/// Has all conversations send one turn, and returns the share of the turn before that was found where each went.
+/// Sends one turn of all conversations. Returns the found share of their turns before.
 fn play_turn(turn: u32, routers: &[Router], engines: &[ScriptedEngine]) -> f64 {
     let before: Vec<usize> = engines.iter().map(|engine| engine.seen().len()).collect();
     for conversation in 0..CONVERSATIONS {
@@ -50,7 +50,7 @@ fn play_turn(turn: u32, routers: &[Router], engines: &[ScriptedEngine]) -> f64 {
     let seen: Vec<Seen> = seen.collect();
     assert_eq!(seen.len(), CONVERSATIONS as usize);
     let found: u64 = seen.iter().map(|seen| seen.found).sum();
-    // One pod that had all turns before would find this much.
+    // The tokens found by one pod with all turns before.
     let kept = if turn == 1 { SYSTEM } else { SYSTEM + (turn - 1) * TURN + (turn - 2) * ANSWER };
     found as f64 / f64::from(kept / 16 * 16 * CONVERSATIONS)
 }
@@ -101,7 +101,7 @@ fn after_a_restart_of_routers_and_engines_each_conversation_goes_where_its_block
     println!("after a restart of both routers, without the mesh: {share:.4}");
     assert!(share < 0.9, "{share}");
 
-    // A pod that dies: its conversations are answered elsewhere, and the mesh forgets it.
+    // A pod dies: its conversations are answered elsewhere, and the mesh forgets it.
     routers = start_all();
     drop(engines.pop());
     sidecars.pop().unwrap().kill();
@@ -133,11 +133,11 @@ fn engines_have_the_roles_that_their_sidecars_announce_beside_listed_ones() {
     assert_eq!(router.figure("pillion_route_prompts_total{way=\"pair\"} "), 1);
     let seen = || engines.iter().map(|engine| engine.seen().len()).collect::<Vec<_>>();
     assert_eq!(seen(), [1, 1, 0]);
-    // A listed engine stays beside announced ones, and one that is both is one engine.
+    // A listed engine stays beside announced ones, and counts once.
     let more = [format!("--decode={}", pods[2].url()), format!("--decode={}", pods[1].url())];
     let router = Router::start(&pods, &[&more[0], &more[1]]);
     router.wait_members(3, 1, 2);
-    // A router of a mesh that nobody serves asks its listed engines.
+    // Without any member a router asks its listed engines.
     let away = Pod::new("away".into());
     let router = Router::start(std::slice::from_ref(&away), &[&more[0]]);
     router.wait_members(0, 0, 1);

@@ -12,7 +12,6 @@ use prometheus::IntCounter;
 use tokio::time::Instant;
 
 use super::REQUEST_ID;
-use super::locate::LocateTimes;
 use sidecar::config::LogFormat;
 use sidecar::logging;
 
@@ -38,6 +37,14 @@ pub(super) struct Writer(Receiver<()>);
 /// Notes of a request's way, for its line.
 #[derive(Debug, Default)]
 pub(super) struct Noted(Mutex<Notes>);
+
+/// Times of the parts of a look for a prompt's blocks.
+#[derive(Copy, Clone, Debug, Default)]
+pub(super) struct LocateTimes {
+    pub(super) tokens: Duration,
+    pub(super) keys: Duration,
+    pub(super) probe: Duration,
+}
 
 #[derive(Clone, Debug, Default)]
 pub(super) struct Notes {

@@ -90,7 +90,7 @@ impl RouteCounters {
         let lines_dropped =
             "Lines of the access log that were not written, since standard output is read too slowly.";
         let lines_dropped = register_counter(&registry, "route_access_lines_dropped_total", lines_dropped)?;
-        let located = "Prompts of unknown conversations looked for in the mesh; held: a node of an engine had some blocks; nowhere: none had; untokenized: no engine gave the tokens within 200 ms, or no namespace is known yet.";
+        let located = "Prompts of unknown conversations looked for in the mesh; untokenized: their tokens or the namespaces were not known.";
         let results = Located::ALL.map(Located::name);
         let located = counters_of(&registry, "route_located_total", located, "result", &results)?;
         let members = "Members of the mesh that the router follows.";

@@ -123,12 +123,12 @@ impl RouteEngines {
         Arc::clone(&self.list.lock().unwrap_or_else(PoisonError::into_inner).all)
     }
 
-    /// Returns the engines with the longest known beginning of a prompt, and those with its blocks where the mesh shows these.
+    /// Returns the engines with blocks of a prompt in the mesh, or else with its longest known beginning.
     fn known(&self, trail: &Trail) -> KnownPrompt {
         self.held(trail).unwrap_or_else(|| self.affinity.known(trail))
     }
 
-    /// Returns the engines that answered the longest known beginning of a prompt, or have its blocks where the mesh shows these.
+    /// Returns the engines with blocks of a prompt in the mesh, or else with an answer to its longest known beginning.
     fn answered(&self, trail: &Trail) -> KnownPrompt {
         self.held(trail).unwrap_or_else(|| self.answered.answered(trail))
     }
@@ -138,16 +138,16 @@ impl RouteEngines {
         (!trail.held.is_empty()).then(|| KnownPrompt::of_held(self.all().iter().map(at).collect(), trail))
     }
 
-    /// Returns true if an engine that is up has the conversation of a prompt, or most of the prompt.
+    /// Returns true if an engine up has the conversation of a prompt, or most of the prompt.
     pub(super) fn knows(&self, trail: &Trail, now: Instant) -> bool {
         let known = self.affinity.known(trail);
         let has = |engine: &Arc<RouteEngine>| engine.is_up(now) && known.rank(engine.number).is_some();
         trail.is_bound || known.is_mostly(trail) && self.all().iter().any(has)
     }
 
-    /// Returns the engines that may compute and answer a prompt, with the tokens of `tokens` that each must compute: those that are up
-    /// and have no more requests than a quarter above the average, or all that are up. A new conversation brings more prompts: it counts
-    /// as much more at an engine for each conversation of the last minutes there.
+    /// Returns the engines for a prompt without a prefill engine, each with its missing tokens of `tokens`: engines up and at most a quarter
+    /// above the average of requests, or else all engines up. A new conversation brings more prompts: it counts
+    /// [`CONVERSATION_TOKENS`] more at an engine for each conversation of the last minutes there.
     pub(super) fn unknown_at_free(
         &self,
         trail: &Trail,

@@ -14,6 +14,7 @@ use tokio::task::spawn_blocking;
 use tokio::time::{Instant, timeout};
 
 use super::Router;
+use super::access::LocateTimes;
 use super::affinity::{HeldPrompt, Trail};
 use super::api::Api;
 use super::body::Fields;
@@ -38,14 +39,6 @@ const OF_TOKENS: [&str; 9] = [
     "chat_template",
     "chat_template_kwargs",
 ];
-
-/// Times of the parts of a look.
-#[derive(Copy, Clone, Debug, Default)]
-pub(super) struct LocateTimes {
-    pub(super) tokens: Duration,
-    pub(super) keys: Duration,
-    pub(super) probe: Duration,
-}
 
 /// Tokens as JSON.
 enum TokensJson {

@@ -1,6 +1,6 @@
-//! The members of a mesh as a router knows them: their engines, and the blocks that each keeps. No I/O.
+//! A router's knowledge of the members of a mesh: their engines, and the blocks in their memory. No I/O.
 //!
-//! A filter is always a little late and sometimes wrong: an answer here decides where a prompt goes, and never what an engine loads.
+//! A filter is always a little late and sometimes wrong: an answer here decides the way of a prompt, and never the blocks of an engine.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use super::listed::EngineList;
 
 /// The most namespaces of a probe, those with the most blocks: each takes a digest for every block of the prompt.
 const SPACES_MAX: usize = 8;
-/// The facts that decide a prompt's keys.
+/// The facts behind a prompt's keys.
 const KEY_FACTS: [&str; 4] = ["hash_algorithm", "none_hash", "extra_keys", "block_tokens"];
 
 /// All members, and the namespaces of their blocks.
@@ -39,7 +39,7 @@ struct MeshMember {
     engines: Vec<(EngineUrl, EngineUse)>,
 }
 
-/// A namespace whose prompts have keys that the router derives.
+/// A namespace of prompts with known facts.
 #[derive(Clone, Debug)]
 pub(super) struct PromptSpace {
     digest: NamespaceDigest,
@@ -198,7 +198,7 @@ impl PromptBlocks {
                 KEY_FACTS.iter().all(|fact| one.facts.get(*fact) == space.facts.get(*fact))
             };
             if hashed.iter().find(is_alike).is_none() {
-                // Keys that one engine alone can make are in no other place.
+                // Some keys can be made by one engine alone.
                 let Ok((_, mut chain)) = Chain::of_facts(&space.facts) else { continue };
                 chain.append(tokens);
                 hashed.push((space, chain.hashes().to_vec()));

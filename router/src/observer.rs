@@ -23,10 +23,9 @@ const UNKNOWN_PAUSE: Duration = Duration::from_secs(1);
 /// Options of the mesh that a router follows.
 #[derive(Args, Clone, Debug)]
 pub(super) struct FollowOptions {
-    /// A sidecar's --mesh-listen, or a name with the addresses of several sidecars: the router follows them. May be given several times
+    /// A sidecar's --mesh-listen, or a name of several: the router follows their mesh; repeat it for each
     ///
-    /// It asks the engines of their --engine-url beside those of --prefill and --decode, and sends a prompt of an unknown conversation
-    /// where its blocks lie. The router keeps no blocks, and no member asks it for any.
+    /// It also asks engines of --engine-url, and sends unknown conversations where their blocks lie.
     #[arg(long, env = "PILLION_MESH_PEER", value_delimiter = ',', value_name = "HOST:PORT")]
     pub(super) mesh_peer: Vec<String>,
     /// Name of the mesh

@@ -1,4 +1,4 @@
-"""A router that follows two pods with vLLM's own servers: a conversation that it does not know goes to the pod with its blocks."""
+"""A router follows two pods with vLLM's own servers: an unknown conversation goes to the pod with its blocks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _ask(url: str, shape: Path, number: int) -> tuple[list[int], int]:
 
 @contextlib.contextmanager
 def _router(peers: list[str], log: Path) -> Iterator[str]:
-    """The URL of a router that knows all pods and their engines."""
+    """The URL of a router with all pods and their engines known to it."""
     url = f"http://127.0.0.1:{free_port()}"
     command = [sidecar.find_binary(), "route", "--listen", url.removeprefix("http://"), "--mesh-plaintext", *peers]
     router = Server([*command, "--min-remote-tokens", "64"], log, f"{url}/health")
@@ -57,7 +57,7 @@ def _router(peers: list[str], log: Path) -> Iterator[str]:
 
 
 def _located(url: str) -> int:
-    """The number of prompts whose blocks the router found."""
+    """The number of prompts found by their blocks."""
     return metrics.sample(fetch(f"{url}/metrics") or "", 'pillion_route_located_total{result="held"}')
 
 

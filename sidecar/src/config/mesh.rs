@@ -66,11 +66,10 @@ options! {
     /// File with the password of --etcd-user
     #[arg(long = "etcd-password-file", value_name = "FILE")]
     etcd_password_file: Option<PathBuf>,
-    /// An engine of this node, for routers that follow the mesh: the URL of its OpenAI server and its role (prefill,
-    /// decode or both), such as http://10.0.0.1:8000=both. May be given several times
+    /// An engine of this node for routers of the mesh: its URL and role (prefill, decode or both), such as
+    /// http://10.0.0.1:8000=both. May be given 16 times
     ///
-    /// A router sends prompts to every engine that a member announces. At most 16. The configuration file takes a
-    /// list.
+    /// The configuration file takes a list.
     #[arg(long = "engine-url", value_name = "URL=ROLE", value_delimiter = ',')]
     #[serde(default)]
     engine_url: Vec<AnnouncedEngine>,

@@ -1,7 +1,6 @@
-//! Engines in a greeting: the OpenAI servers of a node's engines, for routers that follow the node.
+//! Engines in a greeting: the OpenAI servers of a node's engines, for routers.
 //!
-//! A server that states none is an older one, or its operator named none. A role that this release does not
-//! know is skipped with its engine.
+//! An older server states none. An engine of an unknown role is skipped.
 
 use std::str::FromStr;
 
@@ -19,7 +18,7 @@ shm_protocol::named! {
     pub enum EngineUse {
         /// It computes prompts for other engines.
         Prefill = "prefill",
-        /// It answers prompts that other engines compute.
+        /// It answers prompts of prefill engines.
         Decode = "decode",
         /// It computes and answers.
         Both = "both",

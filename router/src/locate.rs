@@ -5,9 +5,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use hyper::HeaderMap;
 use hyper::body::Bytes;
 use hyper::header::AUTHORIZATION;
+use hyper::{HeaderMap, StatusCode};
 use serde::Deserialize;
 use serde_json::Value;
 use tokio::task::spawn_blocking;
@@ -19,12 +19,14 @@ use super::affinity::{HeldPrompt, Trail};
 use super::api::Api;
 use super::body::Fields;
 use super::counters::Located;
-use super::forward::{PromptAsked, RouteRequest};
+use super::forward::{ForwardError, PromptAsked, RouteRequest};
 use super::members::PromptBlocks;
 use super::observer::Observer;
 
 /// The longest wait for an engine's tokens. The prompt then goes its way by its text.
 const TOKENS_TIME_MAX: Duration = Duration::from_millis(200);
+/// A longer text takes longer.
+const TEXT_BYTES_MAX: u64 = 1 << 20;
 /// The pause after an engine gave no tokens in time.
 const TOKENS_PAUSE: Duration = Duration::from_secs(1);
 /// Fields that decide the tokens of a prompt, as vLLM's `/tokenize` takes them.
@@ -128,7 +130,7 @@ impl Router {
             let name = if prompt.api == Api::Generate { "token_ids" } else { "prompt" };
             return fields.get_bytes(name).map(TokensJson::List);
         }
-        let is_text = prompt.prompt.is_one || prompt.api == Api::Chat;
+        let is_text = (prompt.prompt.is_one || prompt.api == Api::Chat) && sizes.text_bytes <= TEXT_BYTES_MAX;
         let now = Instant::now();
         if !is_text || !observer.may_ask_tokens(now) {
             return None;
@@ -146,6 +148,8 @@ impl Router {
         let answer = timeout(TOKENS_TIME_MAX, engine.forwarder.ask_success(asked)).await;
         let why = match answer {
             Ok(Ok(answer)) => return Some(TokensJson::Answer(answer.into_body())),
+            // The client is wrong.
+            Ok(Err(ForwardError::Status(StatusCode::BAD_REQUEST))) => return None,
             Ok(Err(error)) => error.to_string(),
             Err(_) => format!("it took longer than {} ms", TOKENS_TIME_MAX.as_millis()),
         };

@@ -1,6 +1,8 @@
 //! The router as an observer of a mesh: it follows the members as a pod does, without a pool of its own.
 
+use std::hash::{BuildHasher, Hasher, RandomState};
 use std::num::NonZeroU64;
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::Duration;
 
@@ -33,13 +35,13 @@ pub(super) struct FollowOptions {
     mesh_name: String,
     /// The router's certificate for the mesh, in PEM; requires --mesh-key, --mesh-ca and --mesh-cert-name
     #[arg(long, env = "PILLION_MESH_CERT", value_name = "FILE")]
-    mesh_cert: Option<std::path::PathBuf>,
+    mesh_cert: Option<PathBuf>,
     /// Private key of --mesh-cert, in PEM
     #[arg(long, env = "PILLION_MESH_KEY", value_name = "FILE")]
-    mesh_key: Option<std::path::PathBuf>,
+    mesh_key: Option<PathBuf>,
     /// CA certificates, in PEM, that members' certificates must be signed by
     #[arg(long, env = "PILLION_MESH_CA", value_name = "FILE")]
-    mesh_ca: Option<std::path::PathBuf>,
+    mesh_ca: Option<PathBuf>,
     /// DNS name or IP address that the certificate of every member carries
     #[arg(long, env = "PILLION_MESH_CERT_NAME", value_name = "NAME")]
     mesh_cert_name: Option<String>,
@@ -86,7 +88,6 @@ impl FollowOptions {
 }
 
 fn draw_life() -> NonZeroU64 {
-    use std::hash::{BuildHasher, Hasher, RandomState};
     NonZeroU64::new(RandomState::new().build_hasher().finish()).unwrap_or(NonZeroU64::MIN)
 }
 

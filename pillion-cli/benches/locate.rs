@@ -12,6 +12,7 @@ mod pods;
 
 use std::io::{BufRead, BufReader};
 use std::process::Stdio;
+use std::time::Duration;
 
 use engine::ScriptedEngine;
 use pods::{Pod, Router};
@@ -50,7 +51,10 @@ fn main() {
     let mut router = Router::start_logging(&pods, &["--access-log", "--log-format", "json"], Stdio::piped());
     let mut lines = BufReader::new(router.process.stdout.take().expect("a pipe")).lines();
     router.wait_members(4, 0, 4);
-    router.wait_located(10..10 + TOKENS);
+    router.wait_located(10..270);
+    router.ask("POST", "/v1/completions", &request(0, false));
+    // The filter has the saved blocks by then.
+    std::thread::sleep(Duration::from_secs(1));
     let mut results = serde_json::Map::new();
     for is_text in [false, true] {
         let (mut all, mut parts) = (Vec::new(), [const { Vec::new() }; 3]);

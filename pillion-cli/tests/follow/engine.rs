@@ -1,4 +1,5 @@
 //! A server in place of an engine of a pod: it counts the tokens that the pod's memory has of each prompt, and saves the others.
+#![allow(dead_code, reason = "each file uses its part")]
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};

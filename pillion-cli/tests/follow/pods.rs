@@ -1,4 +1,5 @@
 //! Pods and routers of one mesh.
+#![allow(dead_code, reason = "each file uses its part")]
 
 use std::io::{Read, Write};
 use std::net::TcpStream;

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from testkit import metrics, model, prompts, sidecar, tokenizer, vllm_server
+from testkit import engine, metrics, model, prompts, sidecar, tokenizer, vllm_server
 from testkit.ports import free_port
 from testkit.server import Server, fetch
 from testkit.waiting import wait_for
@@ -23,7 +23,7 @@ CONVERSATIONS = 6
 PROMPT_TOKENS = 640
 OUTPUT_TOKENS = 8
 WATCHDOG_S = 60
-ARGUMENTS = ("--block-size", "16", "--enable-prompt-tokens-details", "--max-num-seqs", "4")
+ARGUMENTS = ("--enable-prompt-tokens-details", "--max-num-seqs", "4")
 
 
 def _text(number: int) -> str:
@@ -93,7 +93,7 @@ def test_a_new_router_sends_a_conversation_to_the_pod_with_its_blocks(tmp_path: 
         engines = start_engines(1)
         with _router(followed, tmp_path / "first.log") as url:
             first = [_ask(url, shape, number)[0] for number in range(CONVERSATIONS)]
-        blocks = CONVERSATIONS * (PROMPT_TOKENS // 16)
+        blocks = CONVERSATIONS * (PROMPT_TOKENS // engine.BLOCK_TOKENS)
         keepers[0].wait_for(lambda: sum(each.metrics()["pillion_blocks"] for each in keepers) >= blocks, "saved blocks")
         for server in engines:
             server.kill()

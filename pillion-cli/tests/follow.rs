@@ -72,10 +72,10 @@ fn after_a_restart_of_routers_and_engines_each_conversation_goes_where_its_block
     let mut routers = start_all();
     for turn in 1..=3 {
         let share = play_turn(turn, &routers, &engines);
-        println!("turn {turn}: {share:.4} of one pod that has all");
+        eprintln!("turn {turn}: {share:.4} of one pod that has all");
     }
     let requests: Vec<usize> = engines.iter().map(|engine| engine.seen().len()).collect();
-    println!("requests of each engine: {requests:?}");
+    eprintln!("requests of each engine: {requests:?}");
     assert!(requests.iter().all(|count| *count >= 6), "{requests:?}");
     routers.clear();
     engines.clear();
@@ -84,7 +84,7 @@ fn after_a_restart_of_routers_and_engines_each_conversation_goes_where_its_block
     routers.iter().for_each(|router| router.wait_located(0..256));
     engines.iter().for_each(ScriptedEngine::forget);
     let share = play_turn(4, &routers, &engines);
-    println!("after the restart of both routers and all engines: {share:.4} of one pod that has all");
+    eprintln!("after the restart of both routers and all engines: {share:.4} of one pod that has all");
     assert!(share >= 0.98, "{share}");
     assert!(routers[0].figure("pillion_route_prompts_total{way=\"plain\"} ") > 0);
 
@@ -98,7 +98,7 @@ fn after_a_restart_of_routers_and_engines_each_conversation_goes_where_its_block
     let arguments = [&["--prefill", "http://127.0.0.1:9"], &listed[..]].concat();
     routers = [(); 2].map(|()| Router::start(&[], &arguments)).into();
     let share = play_turn(5, &routers, &engines);
-    println!("after a restart of both routers, without the mesh: {share:.4}");
+    eprintln!("after a restart of both routers, without the mesh: {share:.4}");
     assert!(share < 0.9, "{share}");
 
     // A pod dies: its conversations are answered elsewhere, and the mesh forgets it.

@@ -23,7 +23,7 @@ CONVERSATIONS = 6
 PROMPT_TOKENS = 640
 OUTPUT_TOKENS = 8
 WATCHDOG_S = 60
-ARGUMENTS = ("--enable-prompt-tokens-details", "--max-num-seqs", "4")
+ARGUMENTS = ("--block-size", str(engine.BLOCK_TOKENS), "--enable-prompt-tokens-details", "--max-num-seqs", "4")
 
 
 def _text(number: int) -> str:
@@ -62,8 +62,8 @@ def _located(url: str) -> int:
 
 
 def test_a_new_router_sends_a_conversation_to_the_pod_with_its_blocks(tmp_path: Path) -> None:
-    """After a restart of the router and of both engines every prompt is found where it went, without a block between pods, and
-    has the same answer."""
+    """After a restart of the router every prompt is found where it went, without a block between pods, and has the same
+    answer."""
     shape = model.write(tmp_path / "model", model.TINY)
     tokenizer.write(shape)
     mesh, urls = ([f"127.0.0.1:{free_port()}" for _ in PODS] for _ in range(2))
@@ -77,27 +77,19 @@ def test_a_new_router_sends_a_conversation_to_the_pod_with_its_blocks(tmp_path: 
             stack.callback(lambda keeper=keeper: (keeper.kill(), keeper.pool.unlink(missing_ok=True)))
             keeper.wait_ready()
             keepers.append(keeper)
-
-        def start_engines(life: int) -> list[Server]:
-            started = [
-                vllm_server.start(shape, keeper.socket, f"http://{url}", tmp_path / f"{url}-{life}.log", ARGUMENTS)
-                for keeper, url in zip(keepers, urls, strict=True)
-            ]
-            for server in started:
-                stack.callback(server.kill)
-            for server in started:
-                server.wait_ready(vllm_server.START_WATCHDOG_S)
-            return started
-
+        engines = [
+            vllm_server.start(shape, keeper.socket, f"http://{url}", tmp_path / f"{name}.log", ARGUMENTS)
+            for keeper, url, name in zip(keepers, urls, PODS, strict=True)
+        ]
+        for server in engines:
+            stack.callback(server.kill)
+        for server in engines:
+            server.wait_ready(vllm_server.START_WATCHDOG_S)
         followed = [option for peer in mesh for option in ("--mesh-peer", peer)]
-        engines = start_engines(1)
         with _router(followed, tmp_path / "first.log") as url:
             first = [_ask(url, shape, number)[0] for number in range(CONVERSATIONS)]
         blocks = CONVERSATIONS * (PROMPT_TOKENS // engine.BLOCK_TOKENS)
         keepers[0].wait_for(lambda: sum(each.metrics()["pillion_blocks"] for each in keepers) >= blocks, "saved blocks")
-        for server in engines:
-            server.kill()
-        start_engines(2)
         with _router(followed, tmp_path / "second.log") as url:
             wait_for(lambda: bool(_ask(url, shape, 0) and _located(url)), "a prompt found by the mesh", WATCHDOG_S)
             again = [_ask(url, shape, number) for number in range(1, CONVERSATIONS)]

@@ -248,7 +248,8 @@ fn main() {
             Publisher::start(number, listen, (vec![free.to_string()], &folder.0), up)
         })
         .collect();
-    let peers: Vec<String> = others.iter().map(|other| other.control.listen_address().to_string()).collect();
+    let peers: Vec<String> =
+        others.iter().map(|other| other.control.listen_address().expect("a member").to_string()).collect();
     let began = Instant::now();
     let mut child = start_node(&folder.0, free, &peers);
     let mut lines = BufReader::new(child.stdout.take().expect("piped")).lines();

@@ -35,6 +35,9 @@ pub use self::dial::check_address as check_peer;
 pub use self::etcd::Etcd;
 pub use self::names::{Resolve, System};
 pub use self::namespaces::{BlocksListed, Counted, FACTS_BYTES_MAX, Listing, NamespacesAnswer, Unlisted};
+pub use self::serve::OBSERVERS_MAX;
+pub use self::wire::engines::{AnnouncedEngine, ENGINES_MAX, EngineUse};
+pub use self::wire::namespaces::NodeNamespace;
 use crate::MeshError;
 pub use crate::backlog::BacklogRoom;
 use crate::digest::{Digest, DigestChange};
@@ -69,11 +72,10 @@ pub struct ControlConfig {
     /// The previous life of the node, if the caller knows it and knows its end: its registration in etcd is
     /// replaced at once.
     pub former: Option<BootId>,
-    /// Address of the control service, on which peers follow this node. Peers get it, so they must be able to
-    /// reach it.
-    pub listen: SocketAddr,
-    /// Addresses of the block transports of this node.
-    pub data: DataAddresses,
+    /// Addresses of the services of a member; `None` for an observer, which follows members and serves nothing.
+    pub served: Option<ServedAddresses>,
+    /// Engines of this node, announced to followers.
+    pub engines: Vec<AnnouncedEngine>,
     /// How members are found.
     pub members: Members,
     /// Resolves listed names to addresses.
@@ -89,6 +91,16 @@ pub struct ControlConfig {
     pub limits: ControlLimits,
     /// Counts refusals by this node and refusals of this node.
     pub refusals: Arc<RefusalCounts>,
+}
+
+/// The addresses at which peers reach a member.
+#[derive(Clone, Debug)]
+pub struct ServedAddresses {
+    /// Address of the control service, on which peers follow this node. Peers get it, so they must be able to
+    /// reach it.
+    pub listen: SocketAddr,
+    /// Addresses of the block transports of this node.
+    pub data: DataAddresses,
 }
 
 /// How members are found.
@@ -149,7 +161,7 @@ struct ControlFigures {
 /// The running control thread. Dropping it leaves the mesh.
 pub struct Control {
     commands: UnboundedSender<ControlCommand>,
-    address: SocketAddr,
+    address: Option<SocketAddr>,
     figures: Arc<ControlFigures>,
     thread: Option<JoinHandle<()>>,
     /// Disconnected when the thread has ended.
@@ -171,6 +183,12 @@ impl ControlConfig {
         members: Members,
         security: Security,
     ) -> Self {
+        let served = Some(ServedAddresses { listen, data });
+        Self { served, ..Self::observing((node, boot), members, security) }
+    }
+
+    /// Settings for an observer of these members, with the default name and limits.
+    pub fn observing((node, boot): (NodeId, BootId), members: Members, security: Security) -> Self {
         let (mesh, limits, resolver) = (MESH_DEFAULT.to_owned(), ControlLimits::default(), Arc::new(System));
         let refusals = Arc::default();
         Self {
@@ -178,8 +196,8 @@ impl ControlConfig {
             node,
             boot,
             former: None,
-            listen,
-            data,
+            served: None,
+            engines: Vec::new(),
             members,
             resolver,
             listing: Arc::new(Unlisted),
@@ -190,13 +208,21 @@ impl ControlConfig {
         }
     }
 
+    /// True for an observer.
+    fn observes(&self) -> bool {
+        self.served.is_none()
+    }
+
     fn check_names(&self) -> Result<(), MeshError> {
         let letter = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
         let named = (1..=MESH_BYTES_MAX).contains(&self.mesh.len()) && self.mesh.bytes().all(letter);
         if !named {
             return Err(MeshError::Mesh(self.mesh.clone()));
         }
-        for address in [self.listen, self.data.tcp].into_iter().chain(self.data.rdma) {
+        let addresses = |served: &ServedAddresses| {
+            [served.listen, served.data.tcp].into_iter().chain(served.data.rdma).collect()
+        };
+        for address in self.served.as_ref().map_or_else(Vec::new, addresses) {
             if address.ip().is_unspecified() {
                 return Err(MeshError::Unreachable(address));
             }
@@ -204,6 +230,8 @@ impl ControlConfig {
         match &self.members {
             Members::Static(peers) if peers.len() > MEMBERS_MAX => Err(MeshError::Listed(peers.len())),
             Members::Static(peers) => peers.iter().try_for_each(|peer| dial::check_address(peer)),
+            #[cfg(feature = "etcd")]
+            Members::Etcd(_) if self.observes() => Err(MeshError::Observer),
             #[cfg(feature = "etcd")]
             Members::Etcd(etcd) => etcd.check_endpoints(),
         }
@@ -246,18 +274,22 @@ impl NamespaceAsker {
 // === impl Control ===
 
 impl Control {
-    /// Starts a thread: it listens, finds the members and follows them. The thread calls `up` for each
-    /// [`MemberEvent`].
+    /// Starts a thread: it finds the members and follows them, and serves followers of a member. The thread
+    /// calls `up` for each [`MemberEvent`].
     pub fn start(
-        config: ControlConfig,
+        mut config: ControlConfig,
         up: impl Fn(MemberEvent) + Send + Sync + 'static,
     ) -> Result<Self, MeshError> {
         config.check_names()?;
-        let (listener, address) = bind_listener(config.listen)?;
+        let mut listener = None;
+        if let Some(served) = &mut config.served {
+            let (bound, address) = bind_listener(served.listen)?;
+            (listener, served.listen) = (Some(bound), address);
+        }
+        let address = config.served.as_ref().map(|served| served.listen);
         let (commands, orders) = unbounded_channel();
         let (alive, ended) = channel();
         let figures = Arc::new(ControlFigures::default());
-        let config = ControlConfig { listen: address, ..config };
         let run = control_loop::prepare_loop(config, listener, (Box::new(up), Arc::clone(&figures)), orders)?;
         let thread = std::thread::Builder::new().name("mesh-control".into());
         let thread = thread.spawn(move || {
@@ -313,8 +345,8 @@ impl Control {
         Duration::from_micros(self.figures.pace_us.load(Ordering::Relaxed))
     }
 
-    /// The address of this node's control service.
-    pub fn listen_address(&self) -> SocketAddr {
+    /// The address of this node's control service; `None` for an observer.
+    pub fn listen_address(&self) -> Option<SocketAddr> {
         self.address
     }
 

@@ -18,6 +18,7 @@ use std::fmt;
 use std::net::SocketAddr;
 
 use crate::backlog::BacklogRoom;
+use crate::control::AnnouncedEngine;
 use crate::digest::{Digest, DigestChange};
 use crate::directory::Filter;
 use crate::listed::{BlocksAsk, ListedBlock};
@@ -47,9 +48,9 @@ pub enum MemberEvent {
         /// Address at which RDMA is set up, if the member has NICs for it.
         rdma: Option<SocketAddr>,
     },
-    /// A member's stream is up, and states whether the member keeps standing asks, and lists its best blocks. An
-    /// earlier member did not state it.
-    Greeted { number: PeerNumber, keeps_asks: bool, lists_blocks: bool },
+    /// A member's stream is up, and states whether the member keeps standing asks and lists its best blocks, and
+    /// its engines. An earlier member did not state these.
+    Greeted { number: PeerNumber, keeps_asks: bool, lists_blocks: bool, engines: Vec<AnnouncedEngine> },
     /// A member is about to leave: it lists blocks that no other node has.
     Leaving { number: PeerNumber },
     /// The answer of a member to the question for its best blocks; none if it did not answer rightly.

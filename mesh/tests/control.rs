@@ -107,7 +107,7 @@ fn nodes_that_list_each_other_know_what_each_keeps_whoever_is_first() {
         other.keeps(number, 2000..2100, 0..500);
         other.seen(|seen| {
             assert_eq!(seen.members.len(), 2, "itself is no member");
-            let own = other.control().listen_address().to_string();
+            let own = other.control().listen_address().unwrap().to_string();
             assert!(!seen.notes.iter().any(|note| note.contains(&own)), "and nothing is said of it");
             assert_eq!(seen.members[&number].snapshots, 1);
         });
@@ -251,8 +251,8 @@ fn another_life_of_a_node_is_another_member() {
     one.keeps(before, 100..110, 0..10);
     two.keeps(of_one, 0..10, 100..110);
     let plan = {
-        let address = two.control().listen_address();
-        Plan { life: 2, ..Plan::listing("two", address, &[one.control().listen_address()]) }
+        let address = two.control().listen_address().unwrap();
+        Plan { life: 2, ..Plan::listing("two", address, &[one.control().listen_address().unwrap()]) }
     };
     two.stop();
     one.wait("silence", |seen| (seen.members[&before].stale == 1).then_some(()));

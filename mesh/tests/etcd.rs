@@ -151,8 +151,11 @@ fn nodes_that_are_registered_follow_each_other_and_who_ends_is_left_at_once() {
     let number = sees(&one, &two, 1, 100..110);
     one.seen(|seen| {
         let member = &seen.members[&number];
-        assert_eq!(member.peer.address.port(), two.control().listen_address().port() + 1);
-        assert_eq!(member.rdma.map(|rdma| rdma.port()), Some(two.control().listen_address().port() + 2));
+        assert_eq!(member.peer.address.port(), two.control().listen_address().unwrap().port() + 1);
+        assert_eq!(
+            member.rdma.map(|rdma| rdma.port()),
+            Some(two.control().listen_address().unwrap().port() + 2)
+        );
     });
     // Nodes of another mesh are no members.
     let other = Plan { mesh: "other", ..server.plan("other", LONG_TTL) }.start();
@@ -166,7 +169,7 @@ fn nodes_that_are_registered_follow_each_other_and_who_ends_is_left_at_once() {
         }
     });
     let record: serde_json::Value = serde_json::from_slice(keys.kvs()[0].value()).unwrap();
-    assert_eq!(record["control"], other.control().listen_address().to_string());
+    assert_eq!(record["control"], other.control().listen_address().unwrap().to_string());
     assert_eq!(record["boot"], "0000000000000001");
     two.stop();
     assert_eq!(one.left(number), Parting::Unregistered);

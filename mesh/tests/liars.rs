@@ -179,7 +179,7 @@ fn a_server_that_lies_is_told_of_and_harms_no_other() {
         lies.map(|(script, word)| (liar(script).0, word)).into_iter().unzip();
     let sound = Plan::listing("sound", address(), &[]).start();
     sound.publish(added(0..1000));
-    addresses.push(sound.control().listen_address().to_string());
+    addresses.push(sound.control().listen_address().unwrap().to_string());
     let limits = ControlLimits { silence: Duration::from_millis(800), ..patient() };
     let one = Plan { limits, ..Plan::new("one", address(), Members::Static(addresses.clone())) }.start();
     for (address, word) in addresses.iter().zip(words) {
@@ -314,8 +314,9 @@ fn what_a_peer_says_of_namespaces_is_believed_as_far_as_it_can_be_checked() {
 #[test]
 fn who_asks_for_namespaces_and_is_of_another_mesh_is_refused() {
     let one = Plan::listing("one", address(), &[]).start();
-    let at = one.control().listen_address();
-    let request = NamespacesRequest { version: VERSION, mesh: "test".into(), node: "tester".into(), boot: 1 };
+    let at = one.control().listen_address().unwrap();
+    let (mesh, node) = ("test".into(), "tester".into());
+    let request = NamespacesRequest { version: VERSION, mesh, node, boot: 1, observes: false };
     let ask = async |asked: NamespacesRequest| {
         let mut client = connect(format!("http://{at}")).await;
         client.namespaces(asked).await
@@ -344,7 +345,7 @@ fn a_follower_that_is_frozen_is_hung_up_on() {
     let one = Plan { limits, ..Plan::listing("one", address(), &[]) }.start();
     let runtime = runtime();
     let mut replies = runtime.block_on(async {
-        let mut client = connect(format!("http://{}", one.control().listen_address())).await;
+        let mut client = connect(format!("http://{}", one.control().listen_address().unwrap())).await;
         client.follow(request()).await.unwrap().into_inner()
     });
     // A client without its runtime is frozen.
@@ -361,7 +362,7 @@ fn a_follower_of_an_older_release_is_told_of_no_promises() {
     let one = Plan::listing("one", address(), &[]).start();
     one.publish(added(0..10));
     one.control().promise(vec![digest(5)]);
-    let at = one.control().listen_address();
+    let at = one.control().listen_address().unwrap();
     for hears_promises in [false, true] {
         runtime().block_on(async {
             let mut client = connect(format!("http://{at}")).await;
@@ -386,7 +387,7 @@ fn a_follower_that_is_wrong_is_refused_with_the_reason() {
     let limits = ControlLimits { connect: Duration::from_secs(4), ..patient() };
     let one = Plan { limits, ..Plan::listing("one", address(), &[]) }.start();
     one.publish(added(0..10));
-    let at = one.control().listen_address();
+    let at = one.control().listen_address().unwrap();
     let good = request();
     let follow = async |asked: FollowRequest| -> Result<FollowReply, Status> {
         let mut client = connect(format!("http://{at}")).await;

@@ -38,6 +38,14 @@ pub(super) struct Writer(Receiver<()>);
 #[derive(Debug, Default)]
 pub(super) struct Noted(Mutex<Notes>);
 
+/// Times of the parts of a look for a prompt's blocks.
+#[derive(Copy, Clone, Debug, Default)]
+pub(super) struct LocateTimes {
+    pub(super) tokens: Duration,
+    pub(super) keys: Duration,
+    pub(super) probe: Duration,
+}
+
 #[derive(Clone, Debug, Default)]
 pub(super) struct Notes {
     pub(super) way: Option<&'static str>,
@@ -47,6 +55,8 @@ pub(super) struct Notes {
     /// The reason why the prefill engine did not compute the prompt.
     pub(super) prefill_failure: Option<&'static str>,
     pub(super) request_bytes: u64,
+    /// Times of the look for the prompt's blocks.
+    pub(super) locate: Option<LocateTimes>,
     /// The reason of the request's failure, without words of its body.
     pub(super) error: Option<String>,
 }
@@ -197,6 +207,7 @@ impl Drop for AccessEntry {
 
 impl Line {
     fn write_line(&self) {
+        let locate = self.notes.locate;
         tracing::info!(
             id = self.id.as_str(),
             client = %self.client,
@@ -208,6 +219,9 @@ impl Line {
             decode = self.notes.decode.as_deref(),
             request_bytes = self.notes.request_bytes,
             answer_bytes = self.bytes,
+            tokens_ms = locate.map(|times| milliseconds(times.tokens)),
+            keys_ms = locate.map(|times| milliseconds(times.keys)),
+            probe_ms = locate.map(|times| milliseconds(times.probe)),
             first_ms = self.first.map(milliseconds),
             whole_ms = milliseconds(self.whole),
             prefill_failure = self.notes.prefill_failure,

@@ -18,7 +18,7 @@ pub struct EngineUrl {
 /// The address of one engine: its URL, and an address of the URL's host.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) struct EngineAddress {
-    url: EngineUrl,
+    pub(super) url: EngineUrl,
     pub(super) socket: SocketAddr,
 }
 

@@ -4,6 +4,8 @@
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
 
+use super::address::EngineUrl;
+
 /// The most beginnings of a generation. Two generations of 40 bytes each take 5 MiB, for 30,000 conversations of 4 turns.
 const ENTRIES_MAX: usize = 1 << 16;
 /// Several engines have a beginning shared by all conversations. The table keeps the last ones.
@@ -20,6 +22,16 @@ pub(super) struct Trail {
     pub(super) is_bound: bool,
     /// Bytes of the whole prompt, as the client wrote it.
     pub(super) bytes: u64,
+    /// The blocks that the mesh shows, for a conversation unknown here.
+    pub(super) held: HeldPrompt,
+}
+
+/// Leading tokens of a prompt, by the engines whose nodes keep them in memory.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub(super) struct HeldPrompt {
+    /// Tokens of the whole prompt.
+    pub(super) tokens: u64,
+    pub(super) held: Vec<(EngineUrl, u64)>,
 }
 
 /// A beginning of a prompt.
@@ -36,9 +48,8 @@ pub(super) struct PromptMark {
 /// The engines of a role with a beginning of one prompt, and the length of that beginning.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub(super) struct KnownPrompt {
-    /// Numbers of the engines with this beginning, the last one first.
-    holders: Vec<u32>,
-    bytes: u64,
+    /// Numbers of the engines with this beginning, the last one first, and the bytes that each has.
+    holders: Vec<(u32, u64)>,
     pub(super) is_own: bool,
 }
 
@@ -57,8 +68,9 @@ struct AffinityTable {
 /// Engines by their numbers, the last one first; 0 is none.
 type Holders = [u32; HOLDERS_MAX];
 
-fn numbers(holders: Holders) -> Vec<u32> {
-    holders.into_iter().filter(|holder| *holder != 0).collect()
+/// The holders of a beginning of so many bytes.
+fn numbers(holders: Holders, bytes: u64) -> Vec<(u32, u64)> {
+    holders.into_iter().filter(|holder| *holder != 0).map(|holder| (holder, bytes)).collect()
 }
 
 // === impl Trail ===
@@ -69,6 +81,13 @@ impl Trail {
         Self { session: Some(hash), is_bound: true, ..Self::default() }
     }
 
+    /// Returns the bytes of the beginning shared with other conversations; 0 if nothing shows where a conversation begins, as in a text.
+    fn shared_bytes(&self) -> u64 {
+        let shared = self.marks.iter().take_while(|mark| !mark.is_own).last();
+        let has_own = self.marks.iter().any(|mark| mark.is_own);
+        shared.filter(|_| has_own).map_or(0, |mark| mark.bytes)
+    }
+
     /// Returns the tokens behind a beginning of so many bytes, if the prompt has `tokens`.
     fn tokens_behind(&self, bytes: u64, tokens: u64) -> u64 {
         let share = 1.0 - bytes.min(self.bytes) as f64 / self.bytes.max(1) as f64;
@@ -76,18 +95,52 @@ impl Trail {
     }
 }
 
+// === impl HeldPrompt ===
+
+impl HeldPrompt {
+    /// Returns true if no engine's node has any of the prompt.
+    pub(super) fn is_empty(&self) -> bool {
+        self.held.is_empty()
+    }
+
+    /// Returns the tokens at an engine.
+    pub(super) fn at(&self, url: &EngineUrl) -> u64 {
+        self.held.iter().filter(|(of, _)| of == url).map(|(_, tokens)| *tokens).max().unwrap_or(0)
+    }
+}
+
 // === impl KnownPrompt ===
 
 impl KnownPrompt {
+    /// Returns the knowledge of a prompt by the tokens that engines hold, each with its number. The conversation is theirs if they have a
+    /// quarter of what lies behind the beginning shared by many.
+    pub(super) fn of_held(mut held: Vec<(u32, u64)>, trail: &Trail) -> Self {
+        held.retain(|(_, tokens)| *tokens > 0);
+        held.sort_by_key(|(_, tokens)| std::cmp::Reverse(*tokens));
+        let share = |tokens: u64| tokens as f64 / trail.held.tokens.max(1) as f64;
+        let bytes = |tokens: u64| (share(tokens).min(1.0) * trail.bytes as f64) as u64;
+        let holders: Vec<_> = held.into_iter().map(|(engine, tokens)| (engine, bytes(tokens))).collect();
+        let shared = trail.shared_bytes();
+        let is_own = holders
+            .first()
+            .is_some_and(|(_, bytes)| bytes.saturating_sub(shared) * 4 >= trail.bytes.saturating_sub(shared));
+        Self { holders, is_own }
+    }
+
+    /// Returns true if these engines have at least half of the prompt, or it is one of their conversations.
+    pub(super) fn is_mostly(&self, trail: &Trail) -> bool {
+        self.is_own || self.holders.first().is_some_and(|(_, bytes)| bytes * 2 >= trail.bytes)
+    }
+
     /// Returns 0 for the last engine that got the beginning, 1 for the one before it; `None` if this engine
     /// did not.
     pub(super) fn rank(&self, engine: u32) -> Option<usize> {
-        self.holders.iter().position(|holder| *holder == engine)
+        self.holders.iter().position(|(holder, _)| *holder == engine)
     }
 
     /// Returns the tokens to compute at an engine, of a prompt of `weight` tokens.
     pub(super) fn remaining_tokens(&self, engine: u32, weight: u64, trail: &Trail) -> u64 {
-        trail.tokens_behind(self.rank(engine).map_or(0, |_| self.bytes), weight)
+        trail.tokens_behind(self.rank(engine).map_or(0, |rank| self.holders[rank].1), weight)
     }
 }
 
@@ -105,7 +158,7 @@ impl Affinity {
             (None, Some((mark, holders))) => (holders, mark.is_own),
             (None, None) => return KnownPrompt::default(),
         };
-        KnownPrompt { holders: numbers(holders), bytes, is_own }
+        KnownPrompt { holders: numbers(holders, bytes), is_own }
     }
 
     /// The engines that answered the longest known beginning of a prompt. They have their own answer behind it.
@@ -114,7 +167,7 @@ impl Affinity {
         let Some((at, holders)) = table.longest(trail) else { return KnownPrompt::default() };
         let (mark, next) = (trail.marks[at], trail.marks.get(at + 1));
         let bytes = next.filter(|next| next.is_answer).unwrap_or(&mark).bytes;
-        KnownPrompt { holders: numbers(holders), bytes, is_own: mark.is_own }
+        KnownPrompt { holders: numbers(holders, bytes), is_own: mark.is_own }
     }
 
     /// Notes an engine as one that answered this prompt, of any session.
@@ -167,7 +220,7 @@ mod tests {
             is_answer: bytes == 4,
         };
         let marks: Vec<_> = hashes.iter().zip(1..).map(mark).collect();
-        Trail { session, bytes: 100 * marks.len() as u64, marks, is_bound: false }
+        Trail { session, bytes: 100 * marks.len() as u64, marks, ..Trail::default() }
     }
 
     #[test]
@@ -195,6 +248,23 @@ mod tests {
         assert_eq!((shared.rank(8), shared.rank(7), shared.is_own), (Some(0), Some(1), false));
         affinity.note_holder(&trail(Some(90), &[40]), 6);
         assert_eq!(affinity.known(&trail(Some(90), &[1, 2])).rank(6), Some(0), "whatever the prompt is");
+    }
+
+    #[test]
+    fn a_conversation_is_that_of_engines_with_more_than_the_beginning_shared_by_all() {
+        let url: EngineUrl = "http://a:1".parse().unwrap();
+        let held = |tokens| HeldPrompt { tokens: 1000, held: vec![(url.clone(), tokens)] };
+        // The system prompt is a fifth of the prompt.
+        let chat = |tokens| Trail { held: held(tokens), ..trail(None, &[1, 2, 3, 4, 5]) };
+        let known = |trail: &Trail| KnownPrompt::of_held(vec![(7, trail.held.at(&url)), (8, 0)], trail);
+        assert!(!known(&chat(200)).is_own && !known(&chat(399)).is_own);
+        assert!(known(&chat(400)).is_own);
+        assert_eq!(known(&chat(400)).remaining_tokens(7, 1000, &chat(400)), 600);
+        assert_eq!(known(&chat(400)).remaining_tokens(8, 1000, &chat(400)), 1000);
+        assert_eq!(known(&chat(0)), KnownPrompt::default());
+        // In a text nothing shows where a conversation begins.
+        let text = |tokens| Trail { held: held(tokens), ..trail(None, &[1]) };
+        assert!(!known(&text(249)).is_own && known(&text(250)).is_own);
     }
 
     #[test]

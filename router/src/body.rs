@@ -62,6 +62,11 @@ impl Fields {
         self.0.get(name).map(|value| str::from_utf8(value).expect("JSON that was read as UTF-8"))
     }
 
+    /// The same as [`Self::get`], as a slice of the body.
+    pub(super) fn get_bytes(&self, name: &str) -> Option<Bytes> {
+        self.0.get(name).cloned()
+    }
+
     /// Returns true if the field has another value than null or false.
     pub(super) fn is_set(&self, name: &str) -> bool {
         self.get(name).is_some_and(|value| !matches!(value, "null" | "false"))

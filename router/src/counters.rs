@@ -2,12 +2,12 @@
 
 use hyper::StatusCode;
 use prometheus::proto::MetricFamily;
-use prometheus::{IntCounter, IntCounterVec, Registry, TextEncoder};
+use prometheus::{IntCounter, IntCounterVec, IntGauge, Registry, TextEncoder};
 
 use super::figures::merge_families;
 use super::forward::ForwardError;
 use super::prompt::Whole;
-use sidecar::pages::metrics::figures::{register_counter, register_counters};
+use sidecar::pages::metrics::figures::{counters_of, register_counter, register_counters, register_gauge};
 
 /// Counters of one router, all of them present before the first prompt.
 #[derive(Debug)]
@@ -25,6 +25,10 @@ pub(super) struct RouteCounters {
     pub(super) refused: IntCounterVec,
     /// Lines missing in the access log.
     pub(super) lines_dropped: IntCounter,
+    /// Prompts looked for in the mesh, by result.
+    located: IntCounterVec,
+    /// Members of the mesh.
+    pub(super) members: IntGauge,
 }
 
 sidecar::named! {
@@ -40,6 +44,17 @@ sidecar::named! {
         Late = "late",
         /// The engine's answer has no parameters for the decode engine.
         NoParams = "no_params",
+    }
+}
+
+sidecar::named! {
+    /// Result of the look for a prompt's blocks.
+    pub(super) enum Located {
+        /// An engine's node has some of them.
+        Held = "held",
+        Nowhere = "nowhere",
+        /// No engine gave the tokens in time, or the API has no tokens.
+        Untokenized = "untokenized",
     }
 }
 
@@ -75,6 +90,11 @@ impl RouteCounters {
         let lines_dropped =
             "Lines of the access log that were not written, since standard output is read too slowly.";
         let lines_dropped = register_counter(&registry, "route_access_lines_dropped_total", lines_dropped)?;
+        let located = "Prompts of unknown conversations looked for in the mesh; untokenized: their tokens or the namespaces were not known.";
+        let results = Located::ALL.map(Located::name);
+        let located = counters_of(&registry, "route_located_total", located, "result", &results)?;
+        let members = "Members of the mesh that the router follows.";
+        let members = register_gauge(&registry, "route_mesh_members", members)?;
         for way in Whole::ALL.map(Whole::name).into_iter().chain([PAIR, OTHER, EVERYWHERE, REFUSED]) {
             prompts.with_label_values(&[way]);
         }
@@ -84,12 +104,26 @@ impl RouteCounters {
         for reason in [MEMORY, CLIENT, SLOW, CONNECTIONS] {
             refused.with_label_values(&[reason]);
         }
-        Ok(Self { registry, prompts, failures, retries, first_tokens, refused, lines_dropped })
+        Ok(Self {
+            registry,
+            prompts,
+            failures,
+            retries,
+            first_tokens,
+            refused,
+            lines_dropped,
+            located,
+            members,
+        })
     }
 
     /// Counts a request by where it goes.
     pub(super) fn request(&self, way: &str) {
         self.prompts.with_label_values(&[way]).inc();
+    }
+
+    pub(super) fn located(&self, result: Located) {
+        self.located.with_label_values(&[result.name()]).inc();
     }
 
     pub(super) fn failure(&self, failure: PromptFailure) {

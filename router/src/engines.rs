@@ -6,7 +6,7 @@ use prometheus::proto::MetricFamily;
 use tokio::time::Instant;
 
 use super::address::EngineAddress;
-use super::affinity::{Affinity, Trail};
+use super::affinity::{Affinity, KnownPrompt, Trail};
 use super::answer_terms::AnswerTerms;
 use super::engine::{LoadShare, RouteEngine};
 use super::engine_prompts::AlonePrompt;
@@ -17,6 +17,8 @@ use super::tls::TowardsEngines;
 const LOAD_OVER_AVERAGE: f64 = 1.25;
 /// vLLM computes so many tokens in one step by its default.
 const STEP_TOKENS: f64 = 8192.0;
+/// The tokens worth one conversation of the last minute: a quarter of a step, some 50 ms.
+const CONVERSATION_TOKENS: f64 = STEP_TOKENS / 4.0;
 /// This many conversations of the last minutes may go to one engine for a beginning shared by all, even above
 /// the average.
 const SHARED_MIN: f64 = 4.0;
@@ -70,11 +72,10 @@ impl EngineRole {
         }
     }
 
-    /// The load worth one conversation of the last minute: a request under way, or a quarter of a step of a
-    /// prompt, some 50 ms.
+    /// The load worth one conversation of the last minute: a request under way, or [`CONVERSATION_TOKENS`].
     fn request_weight(self) -> f64 {
         match self {
-            Self::Prefill => STEP_TOKENS / 4.0,
+            Self::Prefill => CONVERSATION_TOKENS,
             Self::Decode => 1.0,
         }
     }
@@ -122,6 +123,49 @@ impl RouteEngines {
         Arc::clone(&self.list.lock().unwrap_or_else(PoisonError::into_inner).all)
     }
 
+    /// Returns the engines with blocks of a prompt in the mesh, or else with its longest known beginning.
+    fn known(&self, trail: &Trail) -> KnownPrompt {
+        self.held(trail).unwrap_or_else(|| self.affinity.known(trail))
+    }
+
+    /// Returns the engines with blocks of a prompt in the mesh, or else with an answer to its longest known beginning.
+    fn answered(&self, trail: &Trail) -> KnownPrompt {
+        self.held(trail).unwrap_or_else(|| self.answered.answered(trail))
+    }
+
+    fn held(&self, trail: &Trail) -> Option<KnownPrompt> {
+        let at = |engine: &Arc<RouteEngine>| (engine.number, trail.held.at(&engine.address.url));
+        (!trail.held.is_empty()).then(|| KnownPrompt::of_held(self.all().iter().map(at).collect(), trail))
+    }
+
+    /// Returns true if an engine up has the conversation of a prompt, or most of the prompt.
+    pub(super) fn knows(&self, trail: &Trail, now: Instant) -> bool {
+        let known = self.affinity.known(trail);
+        let has = |engine: &Arc<RouteEngine>| engine.is_up(now) && known.rank(engine.number).is_some();
+        trail.is_bound || known.is_mostly(trail) && self.all().iter().any(has)
+    }
+
+    /// Returns the engines for a prompt without a prefill engine, each with its missing tokens of `tokens`: engines up and at most a quarter
+    /// above the average of requests, or else all engines up. A new conversation brings more prompts: it counts
+    /// [`CONVERSATION_TOKENS`] more at an engine for each conversation of the last minutes there.
+    pub(super) fn unknown_at_free(
+        &self,
+        trail: &Trail,
+        tokens: u64,
+        now: Instant,
+    ) -> Vec<(Arc<RouteEngine>, u64)> {
+        let mut all = self.unknown_at_each(trail, tokens, now);
+        let loads: Vec<_> = all.iter().map(|(engine, _)| LoadFigures::of_engine(engine, now)).collect();
+        if !self.known(trail).is_mostly(trail) {
+            let more = |load: &LoadFigures| (load.lately * CONVERSATION_TOKENS) as u64;
+            all.iter_mut().zip(&loads).for_each(|((_, unknown), load)| *unknown += more(load));
+        }
+        let most = LoadFigures::most(&loads, loads.len(), 1, self.role);
+        let free = all.iter().zip(&loads).filter(|(_, load)| load.under_way + 1.0 <= most.under_way);
+        let free: Vec<_> = free.map(|(offer, _)| offer.clone()).collect();
+        if free.is_empty() { all } else { free }
+    }
+
     pub(super) fn up(&self, now: Instant) -> usize {
         self.all().iter().filter(|engine| engine.is_up(now)).count()
     }
@@ -160,7 +204,7 @@ impl RouteEngines {
         spared: Option<&RouteEngine>,
         now: Instant,
     ) -> Option<(Arc<RouteEngine>, u64)> {
-        let known = self.affinity.known(trail);
+        let known = self.known(trail);
         let best =
             self.ranked(trail, weight, spared, now).into_iter().next().filter(|best| best.is_up(now))?;
         let tokens = known.remaining_tokens(best.number, weight, trail).max(1);
@@ -174,7 +218,7 @@ impl RouteEngines {
         tokens: u64,
         now: Instant,
     ) -> Vec<(Arc<RouteEngine>, u64)> {
-        let known = self.answered.answered(trail);
+        let known = self.answered(trail);
         let up = self.ranked(trail, 1, None, now).into_iter().filter(|engine| engine.is_up(now));
         let unknown = |engine: &RouteEngine| known.remaining_tokens(engine.number, tokens, trail);
         up.map(|engine| (Arc::clone(&engine), unknown(&engine))).collect()
@@ -209,7 +253,7 @@ impl RouteEngines {
         now: Instant,
     ) -> LoadShare {
         let unknown = |alone: AlonePrompt| {
-            let known = self.answered.answered(&asked.trail);
+            let known = self.answered(&asked.trail);
             known.remaining_tokens(engine.number, alone.tokens, &asked.trail)
         };
         engine.add_request(asked.alone, asked.alone.map_or(0, unknown), now)
@@ -217,7 +261,7 @@ impl RouteEngines {
 
     /// Notes an engine as one with this prompt, now or soon.
     pub(super) fn note_prompt(&self, trail: &Trail, engine: &RouteEngine, now: Instant) {
-        let known = self.affinity.known(trail);
+        let known = self.known(trail);
         let is_turn = known.is_own && known.rank(engine.number).is_some();
         engine.note_given(if is_turn { TURN_SHARE } else { 1.0 }, now);
         self.affinity.note_holder(trail, engine.number);
@@ -249,7 +293,7 @@ impl RouteEngines {
         spared: Option<&RouteEngine>,
         now: Instant,
     ) -> Vec<Arc<RouteEngine>> {
-        let (all, known) = (self.all(), self.affinity.known(trail));
+        let (all, known) = (self.all(), self.known(trail));
         let owner = all.iter().filter(|engine| trail.is_bound && known.rank(engine.number) == Some(0));
         if let [owner] = owner.collect::<Vec<_>>()[..] {
             return vec![Arc::clone(owner)];
@@ -377,6 +421,29 @@ mod tests {
         longer.bytes = 400;
         let share = engines.take_share(&longer, 1000, None, now).expect("one");
         assert_eq!((&share.engine.address, share.weight), (&engines.all()[1].address, 750));
+    }
+
+    #[test]
+    fn blocks_in_the_mesh_make_an_engine_that_of_the_conversation() {
+        let (engines, now) = (engines(3), Instant::now());
+        let url = engines.all()[1].address.url.clone();
+        let held = crate::affinity::HeldPrompt { tokens: 1000, held: vec![(url, 900)] };
+        let located = Trail { held, ..trail(7, true) };
+        assert!(!engines.knows(&trail(7, true), now));
+        let unknown = |trail: &Trail| -> Vec<(u32, u64)> {
+            let all = engines.unknown_at_free(trail, 1000, now);
+            all.iter().map(|(engine, unknown)| (engine.number, *unknown)).collect()
+        };
+        assert_eq!(unknown(&located), [(2, 100), (1, 1000), (3, 1000)]);
+        engines.note_prompt(&located, &engines.all()[1], now);
+        assert!(engines.knows(&trail(7, true), now), "from now on the router knows it");
+        // A new conversation costs more where others are; an engine with too many requests gets none.
+        assert_eq!(unknown(&trail(8, true)), [(1, 1000), (3, 1000), (2, 1000 + 512)]);
+        let shares: Vec<_> = (0..9).map(|_| engines.all()[1].add_share(1, now)).collect();
+        assert_eq!(unknown(&located), [(1, 1000), (3, 1000)]);
+        drop(shares);
+        engines.all()[1].set_down(now);
+        assert!(!engines.knows(&trail(7, true), now), "an engine that is down has nothing to give");
     }
 
     #[test]

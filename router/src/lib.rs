@@ -3,10 +3,10 @@
 //! knows an engine by its address alone.
 //!
 //! Job: serve clients ([`server`], [`access`], [`intake`]), read their requests ([`api`], [`body`], [`prompt`]), choose two engines
-//! ([`engines`], [`affinity`]), ask both ([`pairing`], [`requests`]) and pass on their answers ([`forward`], [`computing`], [`passing`]).
+//! ([`engines`], [`affinity`]; [`observer`], [`locate`] by the blocks of a mesh), ask both ([`pairing`], [`requests`]) and pass on their answers ([`forward`], [`computing`], [`passing`]).
 //!
-//! May depend on: sidecar, for values of options, log lines, figures of metrics and connections of an HTTP server. Never: holds unsafe
-//! code, moves KV, speaks to a sidecar.
+//! May depend on: sidecar, for values of options, log lines, figures of metrics and connections of an HTTP server; mesh and
+//! shm-protocol, to follow the members and derive keys. Never: holds unsafe code, moves KV, serves a member.
 
 #![forbid(unsafe_code)]
 
@@ -32,8 +32,11 @@ pub mod fuzzed;
 mod handed_over;
 mod intake;
 mod listed;
+mod locate;
+mod members;
 mod memory;
 mod names;
+mod observer;
 mod pairing;
 mod passing;
 mod placement;
@@ -73,6 +76,7 @@ use self::engines::{EngineRole, RouteEngines};
 use self::forward::{Answer, ForwardError, OpenedAnswer, RouteRequest};
 use self::intake::UnreadBody;
 use self::memory::BodyMemory;
+use self::observer::{FollowOptions, Observer};
 use self::prompt::Whole;
 pub use self::server::serve_router;
 use self::server::{make_answer, make_failure};
@@ -80,6 +84,7 @@ use self::terms::TermsAsked;
 use self::tls::RouteTls;
 use self::tokens::TokenBytes;
 use sidecar::config::{IpPort, LogFormat, Severity, Size, Time};
+use sidecar::pages::metrics::figures::show_gauge;
 
 const REQUEST_ID: &str = "x-request-id";
 /// A thread of its own reads a longer body, so streams go on meanwhile.
@@ -99,7 +104,7 @@ pub struct RouteOptions {
         long,
         env = "PILLION_PREFILL",
         value_delimiter = ',',
-        required_unless_present = "engines",
+        required_unless_present_any = ["engines", "mesh_peer"],
         conflicts_with = "engines",
         value_name = "URL"
     )]
@@ -109,7 +114,7 @@ pub struct RouteOptions {
         long,
         env = "PILLION_DECODE",
         value_delimiter = ',',
-        required_unless_present = "engines",
+        required_unless_present_any = ["engines", "mesh_peer"],
         conflicts_with = "engines",
         value_name = "URL"
     )]
@@ -119,6 +124,8 @@ pub struct RouteOptions {
     /// The router reads it again at each --refresh-interval, and on SIGHUP. A malformed file changes nothing; the log names the line.
     #[arg(long, env = "PILLION_ENGINES", value_name = "FILE")]
     pub engines: Option<PathBuf>,
+    #[command(flatten)]
+    follow: FollowOptions,
     /// Time between two lookups of engines' names, and two reads of --engines and of TLS files; SIGHUP starts both at once
     ///
     /// 1s or more. A failed lookup keeps the engines of a name. An engine that left finishes its requests.
@@ -213,6 +220,8 @@ struct Router {
     tls: RouteTls,
     counters: RouteCounters,
     access: Option<AccessLog>,
+    /// The mesh that the router follows.
+    observer: Option<Observer>,
     terms: TermsAsked,
     token_bytes: TokenBytes,
     memory: Arc<BodyMemory>,
@@ -229,6 +238,8 @@ struct Router {
 impl Router {
     fn new(options: RouteOptions) -> anyhow::Result<(Self, Option<Writer>)> {
         let tls = RouteTls::from_options(&options).map_err(anyhow::Error::msg)?;
+        let has_mesh = !options.follow.mesh_peer.is_empty();
+        let observer = has_mesh.then(|| Observer::new(tls.engines.is_some()));
         let engines = |role| RouteEngines::new(role, tls.engines.clone());
         let (prefill, decode) = (engines(EngineRole::Prefill), engines(EngineRole::Decode));
         let (terms, token_bytes) = (TermsAsked::default(), TokenBytes::default());
@@ -245,6 +256,7 @@ impl Router {
             tls,
             counters,
             access,
+            observer,
             terms,
             token_bytes,
             memory,
@@ -322,7 +334,10 @@ impl Router {
             tokio::task::spawn_blocking(|| asked.parse_body(body)).await.expect("no body lets it panic")
         };
         match parsed {
-            Ok((asked, Some(prompt))) => self.route(&asked, &prompt).await,
+            Ok((asked, Some(prompt))) => {
+                let asked = self.locate(asked, &prompt).await;
+                self.route(&asked, &prompt).await
+            }
             Ok((asked, None)) => self.pass(asked).await,
             Err(text) => {
                 noted.note_failure("the body is no JSON");
@@ -371,6 +386,8 @@ impl Router {
     /// The page of metrics, with all engines of this moment.
     fn page(&self) -> String {
         let engines = [&self.prefill, &self.decode].map(|engines| engines.gather(Instant::now()));
+        let members = self.observer.as_ref().map_or(0, |observer| observer.members().count_members());
+        show_gauge(&self.counters.members, members as u64);
         self.counters.page(engines.concat())
     }
 

@@ -52,6 +52,15 @@ impl EngineList {
         }
     }
 
+    /// Adds the engines of another list that neither role has.
+    pub(super) fn add_missing(&mut self, others: Self) {
+        let known: Vec<EngineUrl> = self.prefill.iter().chain(&self.decode).cloned().collect();
+        let missing =
+            |urls: Vec<EngineUrl>| urls.into_iter().filter(|url| !known.contains(url)).collect::<Vec<_>>();
+        self.prefill.extend(missing(others.prefill));
+        self.decode.extend(missing(others.decode));
+    }
+
     /// The URLs of a TOML file. An error names the line, and the form to write there.
     pub(super) fn read_file(path: &Path) -> Result<Self, String> {
         let unreadable = |error| {

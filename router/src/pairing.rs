@@ -17,6 +17,7 @@ use super::engine_prompts::AlonePrompt;
 use super::forward::{Answer, PromptAsked, RouteRequest, continue_stream};
 use super::placement::place_prompt;
 use super::prompt::Whole;
+use super::prompt_times::KnownTimes;
 use super::{AskOrder, Router, first_token, requests};
 use sidecar::pages::connections::run_until;
 
@@ -36,6 +37,7 @@ impl Router {
     ) -> Response<Answer> {
         let (tokens, fields) = (self.token_bytes.tokens(&prompt.prompt.sizes()), &prompt.fields);
         let begins = self.options.first_token
+            && !self.is_plain()
             && prompt.api == Api::Completions
             && first_token::may_be_split(fields, &prompt.prompt)
             && self.length_of_all(asked).is_some();
@@ -103,6 +105,10 @@ impl Router {
         if tokens < self.options.min_remote_tokens {
             return Err((Whole::Short, alone));
         }
+        if self.is_plain() {
+            let engine = self.place_plain(asked, tokens, now).map(|engine| engine.number);
+            return Err((Whole::Plain, AlonePrompt { engine, ..alone }));
+        }
         let engines = self.decode.unknown_at_each(&asked.trail, tokens, now);
         if let Some((engine, unknown)) = engines.first()
             && *unknown < self.options.min_remote_tokens
@@ -150,13 +156,32 @@ impl Router {
         };
         let offers: Vec<_> = engines.iter().map(offer).collect::<Option<_>>()?;
         let target = self.options.ttft_target.map(|target| target.as_millis() as f64 / 1e3);
-        let (whole, at) = place_prompt(both, &offers, target)?;
+        let (whole, at) = place_prompt(Some(both), &offers, target)?;
         let (engine, unknown) = &engines[at];
         if engine.under_way() > 0 {
             engine.prompts().budget.spend(offers[at].expected.work, share, now);
         }
         engine.figures.alone_tokens.inc_by(*unknown);
         Some((whole, Arc::clone(engine)))
+    }
+
+    /// Returns true for a pool without prefill engines: each engine computes the prompts that it answers.
+    fn is_plain(&self) -> bool {
+        let is_named = self.options.engines.is_some() || !self.options.prefill.is_empty();
+        !is_named && self.prefill.all().is_empty()
+    }
+
+    /// Places a prompt of such a pool at the engine with the soonest first token; `None` if no engine is up.
+    fn place_plain(&self, asked: &RouteRequest, tokens: u64, now: Instant) -> Option<Arc<RouteEngine>> {
+        let engines = self.decode.unknown_at_free(&asked.trail, tokens, now);
+        let known = engines.iter().find_map(|(engine, _)| engine.prompts().times.known(now));
+        let other = known.unwrap_or(KnownTimes::ASSUMED);
+        let offer = |(engine, unknown): &(Arc<RouteEngine>, u64)| {
+            engine.prompts().offer_prompt(*unknown, Some(other), 1.0, true, now)
+        };
+        let offers: Vec<_> = engines.iter().map(offer).collect::<Option<_>>()?;
+        let (_, at) = place_prompt(None, &offers, None)?;
+        Some(Arc::clone(&engines[at].0))
     }
 
     /// Takes a prefill engine, `spared` only if no other is up.

@@ -30,15 +30,16 @@ pub(super) struct DecodeOffer {
 }
 
 /// Returns the reason for the decode engine alone, and its place among `offers`; `None` for both engines. `both` is expected from a
-/// prefill engine and a decode engine together, `target` is of `--ttft-target`.
+/// prefill engine and a decode engine together, `None` in a pool without prefill engines; `target` is of `--ttft-target`.
 pub(super) fn place_prompt(
-    both: ExpectedTime,
+    both: Option<ExpectedTime>,
     offers: &[DecodeOffer],
     target: Option<f64>,
 ) -> Option<(Whole, usize)> {
     let free = offers.iter().enumerate().filter(|(_, offer)| offer.has_room);
     let finish = |offer: &DecodeOffer| offer.expected.finish();
     let (at, alone) = free.min_by(|(_, one), (_, other)| finish(one).total_cmp(&finish(other)))?;
+    let Some(both) = both else { return Some((Whole::Plain, at)) };
     let saved = both.finish() - finish(alone);
     match target {
         Some(target) if both.finish() <= target => None,
@@ -86,7 +87,7 @@ mod tests {
 
     #[test]
     fn a_decode_engine_computes_what_saves_at_least_its_own_time() {
-        let place = |wait, alone| place_prompt(time(wait, 1.0), &offers(&[(alone, true)]), None);
+        let place = |wait, alone| place_prompt(Some(time(wait, 1.0)), &offers(&[(alone, true)]), None);
         assert_eq!(place(0.0, time(0.0, 1.0)), None, "as soon at both");
         assert_eq!(place(0.9, time(0.0, 1.0)), None, "it saves less than the decode engine spends");
         assert_eq!(place(1.1, time(0.0, 1.0)), Some((Whole::Sooner, 0)));
@@ -97,19 +98,24 @@ mod tests {
     #[test]
     fn the_soonest_engine_with_room_computes_it() {
         let three = [(time(0.0, 1.0), false), (time(1.0, 1.0), true), (time(0.5, 1.0), true)];
-        assert_eq!(place_prompt(time(9.0, 1.0), &offers(&three), None), Some((Whole::Sooner, 2)));
-        assert_eq!(place_prompt(time(9.0, 1.0), &offers(&three[..1]), None), None);
-        assert_eq!(place_prompt(time(9.0, 1.0), &[], None), None);
+        assert_eq!(place_prompt(Some(time(9.0, 1.0)), &offers(&three), None), Some((Whole::Sooner, 2)));
+        assert_eq!(place_prompt(Some(time(9.0, 1.0)), &offers(&three[..1]), None), None);
+        assert_eq!(place_prompt(Some(time(9.0, 1.0)), &[], None), None);
+        assert_eq!(
+            place_prompt(None, &offers(&three[1..]), None),
+            Some((Whole::Plain, 1)),
+            "no prefill engine"
+        );
     }
 
     #[test]
     fn a_target_spares_decode_engines_as_long_as_it_is_met_and_asks_the_sooner_one_then() {
-        let place = |wait, alone| place_prompt(time(wait, 1.0), &offers(&[(alone, true)]), Some(3.0));
+        let place = |wait, alone| place_prompt(Some(time(wait, 1.0)), &offers(&[(alone, true)]), Some(3.0));
         assert_eq!(place(2.0, time(0.0, 0.1)), None, "the target is met");
         assert_eq!(place(2.1, time(0.0, 3.0)), Some((Whole::Target, 0)), "by the decode engine alone");
         assert_eq!(place(7.0, time(0.0, 5.0)), Some((Whole::Target, 0)), "by neither");
         assert_eq!(place(7.0, time(0.0, 8.5)), None, "by neither, and it is later");
-        assert_eq!(place_prompt(time(7.0, 1.0), &offers(&[(time(0.0, 1.0), false)]), Some(3.0)), None);
+        assert_eq!(place_prompt(Some(time(7.0, 1.0)), &offers(&[(time(0.0, 1.0), false)]), Some(3.0)), None);
     }
 
     #[test]

@@ -72,6 +72,8 @@ sidecar::named! {
         Sooner = "sooner",
         /// The prefill engine would miss `--ttft-target`.
         Target = "target",
+        /// The pool has no prefill engine.
+        Plain = "plain",
     }
 }
 
@@ -134,7 +136,8 @@ impl Prompt {
         let whole = if is_stored { Some(Whole::Stored) } else { whole };
         let session = before.map_or_else(|| session(api, request), |id| Some(response_hash(id)));
         let is_bound = before.is_some();
-        let trail = Trail { session, marks: reading.marks, is_bound, bytes: reading.digested };
+        let trail =
+            Trail { session, marks: reading.marks, is_bound, bytes: reading.digested, ..Trail::default() };
         Self { sizes, trail, whole, is_one }
     }
 

@@ -81,6 +81,13 @@ pub(super) struct PromptTimes {
 #[derive(Copy, Clone, Debug, Default)]
 pub(super) struct MeanTime(Option<f64>);
 
+// === impl KnownTimes ===
+
+impl KnownTimes {
+    /// The times of engines before any answer: by them the engine with the fewest tokens to compute is the soonest.
+    pub(super) const ASSUMED: Self = Self { line: TimeLine { start: 0.0, per_token: 1e-4 }, excess: 0.0 };
+}
+
 // === impl ExpectedTime ===
 
 impl ExpectedTime {

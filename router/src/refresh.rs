@@ -1,5 +1,6 @@
 //! The list of engines, the addresses of their names, and certificates, read again while the router runs.
 
+use std::future::pending;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,6 +11,7 @@ use tokio::time::sleep;
 
 use super::listed::EngineList;
 use super::names::{self, Names};
+use super::observer::{CHANGE_PAUSE, Observer};
 use super::{RouteOptions, Router};
 use sidecar::pages::connections::run_until;
 
@@ -38,7 +40,11 @@ impl Refresher {
 
     /// Looks all names up, and gives the router their engines.
     pub(super) async fn resolve(&mut self) {
-        let EngineList { prefill, decode } = &self.listed;
+        let mut all = self.listed.clone();
+        if let Some(observer) = &self.router.observer {
+            all.add_missing(observer.engines());
+        }
+        let EngineList { prefill, decode } = &all;
         let urls: Vec<_> = prefill.iter().chain(decode).collect();
         self.names.refresh_names(&urls, names::look_up).await;
         self.router.prefill.update(self.names.addresses(prefill));
@@ -68,8 +74,17 @@ impl Refresher {
     /// Reads files and resolves names at each interval, and at once after each `reload`.
     pub(super) async fn refresh_forever(mut self, reload: Arc<Notify>) {
         let pause = Duration::from_millis(self.router.options.refresh_interval.as_millis());
+        let mut changes = self.router.observer.as_ref().map(Observer::changes);
         loop {
-            if run_until(sleep(pause), reload.notified()).await.is_none() {
+            let changed = async {
+                match &mut changes {
+                    Some(changes) => _ = changes.changed().await,
+                    None => pending().await,
+                }
+                // A member that restarts leaves and joins again at once.
+                sleep(CHANGE_PAUSE).await;
+            };
+            if run_until(run_until(sleep(pause), changed), reload.notified()).await.is_none() {
                 tracing::info!("SIGHUP: files are read, and names are resolved");
                 // The log repeats errors after a signal.
                 self.reported.clear();

@@ -103,9 +103,14 @@ pub fn serve_router(
     listener::raise_descriptor_limit();
     let connections = Connections::new(clients_max(getrlimit(Resource::Nofile).current));
     let mut refresher = Refresher::new(Arc::clone(&router)).map_err(anyhow::Error::msg)?;
+    let observer = router.observer.as_ref();
+    let control = observer.map(|observer| observer.start_control(&router.options.follow)).transpose()?;
     let served = runtime.block_on(async move {
         refresher.resolve().await;
         tokio::spawn(refresher.refresh_forever(reload));
+        if let (Some(observer), Some(control)) = (router.observer.clone(), control) {
+            tokio::spawn(async move { observer.attend_members(control).await });
+        }
         let listener = tokio::net::TcpListener::from_std(listener)?;
         let drain_time = Duration::from_millis(router.options.drain_time.as_millis());
         // Every connection has a receiver.

@@ -13,6 +13,7 @@ use tokio::task::JoinHandle;
 #[cfg(feature = "etcd")]
 use super::etcd;
 use super::shared::{ControlShared, Seen};
+use super::wire::FollowReply;
 use super::{ControlConfig, Members, NamespacesAnswer, blocks, follow, names, namespaces, serve};
 use crate::MeshError;
 use crate::digest::{Digest, DigestChange};
@@ -48,7 +49,7 @@ pub(super) enum ControlCommand {
 /// Does everything that can fail. Returns the body of the thread.
 pub(super) fn prepare_loop(
     config: ControlConfig,
-    listener: std::net::TcpListener,
+    listener: Option<std::net::TcpListener>,
     seen: Seen,
     orders: UnboundedReceiver<ControlCommand>,
 ) -> Result<impl FnOnce() + Send + 'static, MeshError> {
@@ -58,7 +59,7 @@ pub(super) fn prepare_loop(
     let runtime = runtime.enable_all().max_blocking_threads(NAMES_MAX).build().map_err(unable)?;
     let listener = {
         let _entered = runtime.enter();
-        TcpListener::from_std(listener).map_err(unable)?
+        listener.map(TcpListener::from_std).transpose().map_err(unable)?
     };
     // The shared state starts tasks, and each shares it.
     let shared = ControlShared::new(config, credentials, seen, |shared, endpoint, address, anew| {
@@ -74,10 +75,13 @@ pub(super) fn prepare_loop(
 /// Runs until the caller drains.
 async fn run_loop(
     shared: Arc<ControlShared>,
-    listener: TcpListener,
+    listener: Option<TcpListener>,
     mut orders: UnboundedReceiver<ControlCommand>,
 ) {
-    tokio::spawn(serve::accept_followers(Arc::clone(&shared), listener));
+    if let (Some(listener), Some(served)) = (listener, &shared.config.served) {
+        let hello = FollowReply::hello(&shared.config, served);
+        tokio::spawn(serve::accept_followers(Arc::clone(&shared), listener, hello));
+    }
     tokio::spawn(follow::retry_dials(Arc::clone(&shared)));
     let leaving = Arc::new(Notify::new());
     let registrar: Option<JoinHandle<()>> = match &shared.config.members {

@@ -250,7 +250,8 @@ impl EtcdSession {
 
     fn record(&self) -> TxnOp {
         let config = &self.shared.config;
-        let record = Record::to_json(config.boot, config.listen, &config.data);
+        let served = config.served.as_ref().expect("an observer finds no members in etcd");
+        let record = Record::to_json(config.boot, served.listen, &served.data);
         TxnOp::put(self.own_key(), record, Some(PutOptions::new().with_lease(self.lease)))
     }
 

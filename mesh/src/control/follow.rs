@@ -149,8 +149,8 @@ async fn stream(
     // A peer is another member after it left and came back meanwhile, with an unknown inventory.
     known.upto = known.upto.filter(|(of, boot, _)| (*of, *boot) == (number, identity.boot));
     *up = Some(Instant::now());
-    let ServerFeatures { keeps_asks, lists_blocks, .. } = features;
-    shared.report_event(MemberEvent::Greeted { number, keeps_asks, lists_blocks });
+    let ServerFeatures { hears_waits, keeps_asks, lists_blocks, engines } = features;
+    shared.report_event(MemberEvent::Greeted { number, keeps_asks, lists_blocks, engines });
     let keys_max = keys_max(config.directory_bytes, shared.sharing());
     let follower = match known.upto {
         Some((.., sequence)) => Follower::resumed(keys_max, sequence, known.thinning),
@@ -159,7 +159,7 @@ async fn stream(
     let event = apply_replies(shared, &mut replies, known, follower, (number, identity.boot, keys_max));
     tokio::select! {
         event = event => event,
-        never = say_waits(shared, client), if features.hears_waits => match never {},
+        never = say_waits(shared, client), if hears_waits => match never {},
     }
 }
 

@@ -70,13 +70,14 @@ pub(super) async fn follow_name(shared: Arc<ControlShared>, name: String) {
 }
 
 /// The usable addresses of a name. A node listens at one address, so of two families only the family of this
-/// node's address is used.
+/// node's address is used, and by an observer IPv4.
 async fn resolve(shared: &ControlShared, name: &str) -> Result<BTreeSet<SocketAddr>, String> {
     let (resolver, name) = (Arc::clone(&shared.config.resolver), name.to_owned());
     let resolved = tokio::task::spawn_blocking(move || resolver.resolve(&name)).await;
+    let is_ipv4 = shared.config.served.as_ref().is_none_or(|served| served.listen.is_ipv4());
     let all = resolved.map_err(|error| error.to_string())?.map_err(|error| error.to_string())?;
     let (same, other): (BTreeSet<_>, BTreeSet<_>) =
-        all.into_iter().partition(|address| address.is_ipv4() == shared.config.listen.is_ipv4());
+        all.into_iter().partition(|address| address.is_ipv4() == is_ipv4);
     [same, other]
         .into_iter()
         .find(|addresses| !addresses.is_empty())

@@ -12,7 +12,7 @@ use hyper::server::conn::http2;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{Notify, Semaphore, mpsc, oneshot, watch};
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc, oneshot, watch};
 use tokio::time::Instant;
 use tokio_rustls::TlsAcceptor;
 use tokio_stream::Stream;
@@ -47,6 +47,9 @@ const CALLS_MAX: u32 = 2;
 /// the oldest is closed: any host that reaches the port can open so many.
 const STRANGERS_MAX: usize = 256;
 
+/// Maximum connections of observers, beyond those of [`MEMBERS_MAX`] members.
+pub const OBSERVERS_MAX: usize = 64;
+
 /// Connections without a TLS session so far, the oldest first. Dropping a sender closes its connection.
 #[derive(Default)]
 struct Strangers(VecDeque<oneshot::Sender<()>>);
@@ -71,6 +74,11 @@ struct ServedConnection {
     follower: OnceLock<u64>,
     /// Notified when the follower of this connection waits for a block.
     waits: Arc<Notify>,
+    /// The first message of its stream.
+    hello: FollowReply,
+    /// Places for observers, and the one of this connection.
+    observers: Arc<Semaphore>,
+    observer: OnceLock<OwnedSemaphorePermit>,
 }
 
 /// A follower's place in the pace, given up on drop.
@@ -84,9 +92,10 @@ struct ServedFollower {
 /// The messages of a stream.
 struct Replies(mpsc::Receiver<FollowReply>);
 
-/// Accepts connections, forever.
-pub(super) async fn accept_followers(shared: Arc<ControlShared>, listener: TcpListener) {
-    let room = Arc::new(Semaphore::new(MEMBERS_MAX));
+/// Accepts connections, forever. Each stream begins with `hello`.
+pub(super) async fn accept_followers(shared: Arc<ControlShared>, listener: TcpListener, hello: FollowReply) {
+    let room = Arc::new(Semaphore::new(MEMBERS_MAX + OBSERVERS_MAX));
+    let observers = Arc::new(Semaphore::new(OBSERVERS_MAX));
     let mut strangers = Strangers::default();
     loop {
         let Ok((tcp, from)) = listener.accept().await else {
@@ -96,10 +105,11 @@ pub(super) async fn accept_followers(shared: Arc<ControlShared>, listener: TcpLi
         };
         let (shared, room, crowded) =
             (Arc::clone(&shared), Arc::clone(&room), strangers.enter_stranger(&shared));
+        let greeted = (hello.clone(), Arc::clone(&observers));
         tokio::spawn(async move {
             let Some(wire) = meet(&shared, tcp, from, crowded).await else { return };
             if let Ok(_permit) = room.try_acquire() {
-                serve_connection(&shared, wire, from).await;
+                serve_connection(&shared, wire, from, greeted).await;
             } else {
                 shared.count_refusal(Reason::Full);
                 shared.note_rarely(format!(
@@ -132,7 +142,12 @@ async fn meet(
 }
 
 /// Serves one connection until either side ends it.
-async fn serve_connection(shared: &Arc<ControlShared>, wire: Box<dyn ByteStream>, from: SocketAddr) {
+async fn serve_connection(
+    shared: &Arc<ControlShared>,
+    wire: Box<dyn ByteStream>,
+    from: SocketAddr,
+    (hello, observers): (FollowReply, Arc<Semaphore>),
+) {
     let limit = shared.config.limits.connect;
     let (phase, mut phases) = watch::channel(ConnectionPhase::Idle);
     let (shared_too, phase) = (Arc::clone(shared), Arc::new(phase));
@@ -142,6 +157,9 @@ async fn serve_connection(shared: &Arc<ControlShared>, wire: Box<dyn ByteStream>
         phase,
         follower: OnceLock::new(),
         waits: Arc::default(),
+        hello,
+        observers,
+        observer: OnceLock::new(),
     };
     let service = InventoryServer::new(connection).max_decoding_message_size(REQUEST_BYTES_MAX);
     let mut http = http2::Builder::new(TokioExecutor::new());
@@ -214,11 +232,11 @@ impl Inventory for ServedConnection {
 
     async fn follow(&self, request: Request<FollowRequest>) -> Result<Response<Replies>, Status> {
         let asked = request.into_inner();
-        self.begin_request(asked.version, &asked.mesh, asked.thinning)?;
+        self.begin_request(asked.version, &asked.mesh, asked.thinning, asked.observes)?;
         if let Some(holder) = self.shared.name_holder(&asked.node, asked.boot) {
             return Err(self.refuse_name(&asked, &holder));
         }
-        if !self.shared.knows(&asked.node, asked.boot) {
+        if !asked.observes && !self.shared.knows(&asked.node, asked.boot) {
             self.shared.retry.notify_one();
         }
         let (replies, taken) = mpsc::channel(1);
@@ -226,8 +244,9 @@ impl Inventory for ServedConnection {
             (Arc::clone(&self.shared), Arc::clone(&self.phase), Arc::clone(&self.waits));
         let follower = *self.follower.get_or_init(|| shared.add_follower());
         let turn = ServedFollower { shared: Arc::clone(&shared), follower, waits };
+        let hello = self.hello.clone();
         tokio::spawn(async move {
-            let stuck = stream_changes(turn, &asked, &replies).await.is_err();
+            let stuck = stream_changes(turn, &asked, hello, &replies).await.is_err();
             if stuck {
                 shared.count_refusal(Reason::Slow);
                 let silence_ms = shared.config.limits.silence.as_millis();
@@ -247,7 +266,7 @@ impl Inventory for ServedConnection {
         request: Request<NamespacesRequest>,
     ) -> Result<Response<NamespacesReply>, Status> {
         let asked = request.into_inner();
-        self.begin_request(asked.version, &asked.mesh, Thinning::NONE.power().into())?;
+        self.begin_request(asked.version, &asked.mesh, Thinning::NONE.power().into(), asked.observes)?;
         let told = namespaces::describe_namespaces(&self.shared).await;
         self.phase.send_replace(ConnectionPhase::Ended);
         told.map(Response::new)
@@ -258,7 +277,7 @@ impl Inventory for ServedConnection {
         request: Request<ListBlocksRequest>,
     ) -> Result<Response<ListBlocksReply>, Status> {
         let request = request.into_inner();
-        self.begin_request(request.version, &request.mesh, Thinning::NONE.power().into())?;
+        self.begin_request(request.version, &request.mesh, Thinning::NONE.power().into(), false)?;
         let Some(asked) = request.asked() else {
             return Err(self.refuse_call(Reason::Malformed, "the namespace is no digest of 16 bytes".into()));
         };
@@ -283,14 +302,29 @@ impl Inventory for ServedConnection {
 
 impl ServedConnection {
     /// Begins the one request of this connection. Returns `Err` if it is refused.
-    fn begin_request(&self, version: u32, mesh: &str, thinning: u32) -> Result<(), Status> {
+    fn begin_request(&self, version: u32, mesh: &str, thinning: u32, observes: bool) -> Result<(), Status> {
         let first = self.phase.send_replace(ConnectionPhase::Following) == ConnectionPhase::Idle;
         let refused = if first {
             self.refusal(version, mesh, thinning)
         } else {
             Some((Reason::Malformed, "a connection carries one stream".into()))
         };
+        let refused = refused.or_else(|| if observes { self.take_observer() } else { None });
         refused.map_or(Ok(()), |(reason, why)| Err(self.refuse_call(reason, why)))
+    }
+
+    /// Takes the place of an observer. Returns the reason if there is none.
+    fn take_observer(&self) -> Option<(Reason, String)> {
+        match Arc::clone(&self.observers).try_acquire_owned() {
+            Ok(permit) => {
+                let _ = self.observer.set(permit);
+                None
+            }
+            Err(_) => {
+                let why = format!("{OBSERVERS_MAX} routers follow this node or ask it, which is the limit");
+                Some((Reason::Full, why))
+            }
+        }
     }
 
     /// Refuses a follower with the name of a live member. It comes again and again, so its log and this one
@@ -342,6 +376,7 @@ impl ServedConnection {
 async fn stream_changes(
     turn: ServedFollower,
     asked: &FollowRequest,
+    hello: FollowReply,
     replies: &mpsc::Sender<FollowReply>,
 ) -> Result<(), tokio::time::error::Elapsed> {
     let shared = &*turn.shared;
@@ -355,7 +390,7 @@ async fn stream_changes(
     if asked.hears_promises {
         reader = reader.with_promises();
     }
-    let mut next = FollowReply::hello(&shared.config);
+    let mut next = hello;
     // The time of the last batch after which the follower knew everything.
     let mut told: Option<Instant> = None;
     while tokio::time::timeout(limits.silence, replies.send(next)).await?.is_ok() {

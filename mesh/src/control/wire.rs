@@ -36,6 +36,11 @@
 //! A digest is XXH3-64 over namespace digest (16 bytes), group (u32, little-endian) and hash (32 bytes) of a
 //! block ([`Digest`]). With a thinning of n, only digests are sent whose n bits from bit 16 up are zero.
 //!
+//! 9. A greeting has the engines of the server's node ([`engines`]), for routers.
+//!
+//! A router follows as an observer: `observes` in its requests. It has no blocks and serves nothing. The
+//! server counts observers apart from members, so they take no member's place.
+//!
 //! The method of [`namespaces`] returns a peer's namespaces.
 //!
 //! A message has at most [`REPLY_BYTES_MAX`]; a longer one, an unknown kind, or one out of order ends the
@@ -44,6 +49,7 @@
 #![allow(clippy::large_enum_variant, reason = "the oneof as prost wants it; one at a time")]
 
 pub mod blocks;
+pub mod engines;
 pub mod namespaces;
 
 use std::net::SocketAddr;
@@ -51,7 +57,8 @@ use std::num::NonZeroU64;
 
 use prost::Oneof;
 
-use super::{ControlConfig, DataAddresses, MESH_BYTES_MAX};
+use self::engines::{AnnouncedEngine, EngineMessage};
+use super::{ControlConfig, DataAddresses, MESH_BYTES_MAX, ServedAddresses};
 use crate::digest::{Digest, Thinning};
 use crate::feed::{CHUNK_DIGESTS_MAX, FeedMessage};
 use crate::membership::Identity;
@@ -91,6 +98,9 @@ pub struct FollowRequest {
     /// True if the follower understands [`FollowLeaving`].
     #[prost(bool, tag = "9")]
     pub hears_leaving: bool,
+    /// True if the follower is no member.
+    #[prost(bool, tag = "10")]
+    pub observes: bool,
 }
 
 /// A message of a server.
@@ -146,10 +156,13 @@ pub struct FollowHello {
     /// True if the server has the method `ListBlocks`.
     #[prost(bool, tag = "9")]
     pub lists_blocks: bool,
+    /// The node's engines.
+    #[prost(message, repeated, tag = "10")]
+    pub engines: Vec<EngineMessage>,
 }
 
 /// The parts of the protocol that a server has and an earlier one lacks.
-#[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct ServerFeatures {
     /// It has the method `Wait`.
     pub hears_waits: bool,
@@ -157,6 +170,8 @@ pub struct ServerFeatures {
     pub keeps_asks: bool,
     /// It has the method `ListBlocks`.
     pub lists_blocks: bool,
+    /// The node's engines.
+    pub engines: Vec<AnnouncedEngine>,
 }
 
 /// Voids all digests sent before.
@@ -269,8 +284,9 @@ impl FollowRequest {
             known_boot,
             known_sequence,
             thinning: thinning.power().into(),
-            hears_promises: true,
-            hears_leaving: true,
+            hears_promises: !config.observes(),
+            hears_leaving: !config.observes(),
+            observes: config.observes(),
         }
     }
 }
@@ -278,18 +294,19 @@ impl FollowRequest {
 // === impl FollowReply ===
 
 impl FollowReply {
-    /// The greeting of this node.
-    pub(super) fn hello(config: &ControlConfig) -> Self {
+    /// The greeting of a node with these addresses.
+    pub(super) fn hello(config: &ControlConfig, served: &ServedAddresses) -> Self {
         let said = Said::Hello(FollowHello {
             version: VERSION,
             mesh: config.mesh.clone(),
             node: config.node.as_str().into(),
             boot: config.boot.0.get(),
-            tcp: config.data.tcp.to_string(),
-            rdma: config.data.rdma.map(|rdma| rdma.to_string()).unwrap_or_default(),
+            tcp: served.data.tcp.to_string(),
+            rdma: served.data.rdma.map(|rdma| rdma.to_string()).unwrap_or_default(),
             hears_waits: true,
             keeps_asks: true,
             lists_blocks: true,
+            engines: config.engines.iter().map(EngineMessage::from).collect(),
         });
         Self { said: Some(said) }
     }
@@ -359,8 +376,9 @@ impl FollowHello {
         let rdma = Some(&self.rdma).filter(|rdma| !rdma.is_empty());
         let rdma = rdma.map(|rdma| address(rdma, "RDMA address")).transpose()?;
         let data = DataAddresses { tcp, rdma };
+        let engines = EngineMessage::check_all(&self.engines);
         let Self { hears_waits, keeps_asks, lists_blocks, .. } = self;
-        let features = ServerFeatures { hears_waits, keeps_asks, lists_blocks };
+        let features = ServerFeatures { hears_waits, keeps_asks, lists_blocks, engines };
         Ok(CheckedReply::Hello(self.mesh, Identity { node, boot, data }, features))
     }
 }

@@ -7,8 +7,8 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
 use mesh::control::{
-    Control, ControlConfig, ControlLimits, DataAddresses, Listing, MemberEvent, Members, NamespacesAnswer,
-    Parting, Resolve, System, Unlisted,
+    AnnouncedEngine, Control, ControlConfig, ControlLimits, DataAddresses, Listing, MemberEvent, Members,
+    NamespacesAnswer, Parting, Resolve, System, Unlisted,
 };
 use mesh::digest::{Digest, DigestChange};
 use mesh::directory::Filter;
@@ -72,6 +72,9 @@ pub(crate) struct Plan {
     pub(crate) limits: ControlLimits,
     pub(crate) mesh: &'static str,
     pub(crate) directory_bytes: usize,
+    pub(crate) engines: Vec<AnnouncedEngine>,
+    /// True for an observer.
+    pub(crate) observes: bool,
 }
 
 /// A member as known to a node.
@@ -86,6 +89,7 @@ pub(crate) struct Member {
     /// The number of its messages that it leaves, and its lists of blocks.
     pub(crate) leaving: u32,
     pub(crate) lists: Vec<(BlocksAsk, Vec<ListedBlock>)>,
+    pub(crate) engines: Vec<AnnouncedEngine>,
     overfull: bool,
     /// Its inventory was requested again.
     resync: bool,
@@ -126,6 +130,8 @@ impl Plan {
             limits: patient(),
             mesh: "test",
             directory_bytes: 64 << 20,
+            engines: Vec::new(),
+            observes: false,
         }
     }
 
@@ -138,14 +144,20 @@ impl Plan {
         let port = |after| SocketAddr::new(self.listen.ip(), self.listen.port() + after);
         let data = DataAddresses { tcp: port(1), rdma: Some(port(2)) };
         let own = (node(self.name), boot(self.life));
+        let (members, security) = (self.members.clone(), self.security.clone());
+        let base = match self.observes {
+            true => ControlConfig::observing(own, members, security),
+            false => ControlConfig::new(own, self.listen, data, members, security),
+        };
         ControlConfig {
             mesh: self.mesh.into(),
+            engines: self.engines.clone(),
             former: self.former.map(boot),
             directory_bytes: self.directory_bytes,
             limits: self.limits,
             resolver: Arc::clone(&self.resolver),
             listing: Arc::clone(&self.listing),
-            ..ControlConfig::new(own, self.listen, data, self.members.clone(), self.security.clone())
+            ..base
         }
     }
 
@@ -267,6 +279,7 @@ impl Seen {
                     keeps_asks: false,
                     leaving: 0,
                     lists: Vec::new(),
+                    engines: Vec::new(),
                     overfull: false,
                     resync: false,
                     snapshots: 0,
@@ -275,7 +288,10 @@ impl Seen {
                 };
                 self.members.insert(number, member);
             }
-            MemberEvent::Greeted { number, keeps_asks, .. } => self.member(number).keeps_asks = keeps_asks,
+            MemberEvent::Greeted { number, keeps_asks, engines, .. } => {
+                let member = self.member(number);
+                (member.keeps_asks, member.engines) = (keeps_asks, engines);
+            }
             MemberEvent::Left { number, why } => {
                 let member = self.members.remove(&number).expect("who leaves was there");
                 self.left.push((number, member.peer.node, why));

@@ -80,7 +80,7 @@ impl Seen {
         both.wait += hand_over;
         let expected = self.decode.expect_prompt(tokens, self.prefill.known(now), now).expect("a line");
         let has_room = self.budget.has_room(expected.work, SHARE, now);
-        let is_alone = place_prompt(both, &[DecodeOffer { expected, has_room }], target).is_some();
+        let is_alone = place_prompt(Some(both), &[DecodeOffer { expected, has_room }], target).is_some();
         if is_alone {
             self.budget.spend(expected.work, SHARE, now);
         }

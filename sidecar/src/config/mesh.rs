@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 #[cfg(feature = "etcd")]
 use mesh::control::Etcd;
-use mesh::control::{self, Members};
+use mesh::control::{self, AnnouncedEngine, ENGINES_MAX, Members};
 use mesh::tls::{Security, Tls};
 use mesh::transport::NodeId;
 use mesh::transport::{rdma, tcp};
@@ -66,6 +66,13 @@ options! {
     /// File with the password of --etcd-user
     #[arg(long = "etcd-password-file", value_name = "FILE")]
     etcd_password_file: Option<PathBuf>,
+    /// An engine of this node for routers of the mesh: its URL and role (prefill, decode or both), such as
+    /// http://10.0.0.1:8000=both. May be given 16 times
+    ///
+    /// The configuration file takes a list.
+    #[arg(long = "engine-url", value_name = "URL=ROLE", value_delimiter = ',')]
+    #[serde(default)]
+    engine_url: Vec<AnnouncedEngine>,
     /// Name of the mesh; sidecars of a mesh with another name are refused
     #[arg(long = "mesh-name", value_name = "NAME")]
     name: Option<String> = control::MESH_DEFAULT.to_owned(),
@@ -124,6 +131,8 @@ pub struct Mesh {
     pub name: String,
     /// The way to find the other members.
     pub members: Members,
+    /// Engines announced to routers.
+    pub engines: Vec<AnnouncedEngine>,
     /// Authentication and encryption.
     pub security: Security,
     /// Memory for the directory of all peers' blocks.
@@ -191,8 +200,10 @@ impl MeshOptions {
             DIRECTORY_BYTES.contains(&size.as_bytes()),
             "1MiB to 64GiB",
         )?;
-        let (members, directory_bytes) = (self.members()?, size.as_bytes() as usize);
-        Ok(Some(Mesh { listen, node, name: settled.name, members, security, directory_bytes, tcp, rdma }))
+        let engines = self.engine_url.clone();
+        check_range("engine-url", engines.len(), engines.len() <= ENGINES_MAX, "given 16 times at most")?;
+        let (members, directory_bytes, name) = (self.members()?, size.as_bytes() as usize, settled.name);
+        Ok(Some(Mesh { listen, node, name, members, engines, security, directory_bytes, tcp, rdma }))
     }
 
     /// A given option without effect outside a mesh.
@@ -200,6 +211,7 @@ impl MeshOptions {
         let given = [
             (!self.peer.is_empty(), "--peer"),
             (!self.etcd.is_empty(), "--etcd"),
+            (!self.engine_url.is_empty(), "--engine-url"),
             (self.name.is_some(), "--mesh-name"),
             (self.node_id.is_some(), "--node-id"),
             (self.cert.is_some(), "--mesh-cert"),

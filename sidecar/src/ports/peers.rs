@@ -131,6 +131,7 @@ impl PeersPort {
             directory_bytes: mesh.directory_bytes,
             refusals: Arc::clone(&refusals),
             listing: Arc::new(known),
+            engines: mesh.engines.clone(),
             ..control::ControlConfig::new(
                 node,
                 mesh.listen,
@@ -146,7 +147,8 @@ impl PeersPort {
             say(said);
         })?;
         let rdma = data.rdma.map(tracing::field::display);
-        tracing::info!(node = %mesh.node, control = %control.listen_address(), tcp = %data.tcp, rdma, "in the mesh");
+        let listen = control.listen_address().map(tracing::field::display);
+        tracing::info!(node = %mesh.node, control = listen, tcp = %data.tcp, rdma, "in the mesh");
         let (names, down) = Default::default();
         let (next, ahead, rest, changes, at_once, promises, next_wait) = Default::default();
         Ok(Self {
@@ -359,7 +361,7 @@ impl PeersPort {
                 self.names.insert(number, name);
                 MeshEvent::Joined(number)
             }
-            MemberEvent::Greeted { number: peer, keeps_asks, lists_blocks } => {
+            MemberEvent::Greeted { number: peer, keeps_asks, lists_blocks, .. } => {
                 // Over RDMA an ask is answered by a lease, which begins at the commit of all its blocks.
                 let keeps_asks = keeps_asks && !self.transports.is_by_rdma(peer);
                 MeshEvent::Greeted { peer, keeps_asks, lists_blocks }

@@ -33,6 +33,9 @@ pub struct NamespacesRequest {
     pub node: String,
     #[prost(fixed64, tag = "4")]
     pub boot: u64,
+    /// True if the client is no member.
+    #[prost(bool, tag = "5")]
+    pub observes: bool,
 }
 
 /// The namespaces known to a node.
@@ -116,7 +119,8 @@ impl NamespacesRequest {
     /// The request of this node.
     pub(in crate::control) fn new(config: &ControlConfig) -> Self {
         let node = config.node.as_str().into();
-        Self { version: VERSION, mesh: config.mesh.clone(), node, boot: config.boot.0.get() }
+        let (mesh, boot, observes) = (config.mesh.clone(), config.boot.0.get(), config.observes());
+        Self { version: VERSION, mesh, node, boot, observes }
     }
 }
 

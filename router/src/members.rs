@@ -263,7 +263,7 @@ mod tests {
 
     fn greeted(number: u32, engines: &[&str]) -> MemberEvent {
         let engines = engines.iter().map(|engine| engine.parse().unwrap()).collect();
-        MemberEvent::Greeted { number: PeerNumber(number), keeps_asks: true, engines }
+        MemberEvent::Greeted { number: PeerNumber(number), keeps_asks: true, lists_blocks: false, engines }
     }
 
     fn urls(urls: &[&str]) -> Vec<EngineUrl> {

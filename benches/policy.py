@@ -1,8 +1,9 @@
 """Hit ratios of the DRAM tier's eviction policy, on three traces and on generated ones: see `tiers/benches/policy.rs`.
 
-    benches/run policy [--trace FILE] [--shared | --disk | --forecast | --states | --constants]
+    benches/run policy [--trace FILE] [--shared | --disk | --fetch-back | --forecast | --states | --constants]
 
 `--shared` replays a trace in rooms shared by two namespaces, and in two pods; `--disk` in DRAM with a disk below it;
+`--fetch-back` replays traces in time, with reads of that disk on demand, and ahead by an oracle;
 `--forecast` says how far hit ratios foretold for other rooms are from those measured there. `--states` replays the agents'
 trace for a model with states beside full attention: see `sidecar/benches/states/main.rs`. `--constants` compares other
 constants of the policy (`benches/constants.py`). FILE has one JSON object a line with `hash_ids`, as those in
@@ -27,10 +28,11 @@ BENCH = ("cargo", "bench", "--quiet", "--package", "tiers", "--bench", "policy",
 
 
 HINTED = "_hinted"
+FETCH_BACK = "fetch_back_"
 
 
-def requests(trace: Path, *, hinted: bool) -> Iterator[str]:
-    """A line for each request: the way it ended, 1 if it is known as its session's last and else 0, and its block numbers."""
+def requests(trace: Path, *, hinted: bool, timed: bool) -> Iterator[str]:
+    """A line for each request: its milliseconds if `timed`, the way it ended, 1 for its session's known last, its blocks."""
     ways: dict[str, int] = {}
     with gzip.open(trace, "rt") if trace.suffix == ".gz" else trace.open() as lines:
         for line in lines:
@@ -38,13 +40,14 @@ def requests(trace: Path, *, hinted: bool) -> Iterator[str]:
             # The bench needs no names of ends: each name gets a number, and 0 is for none.
             way = ways.setdefault(request["stop"], len(ways) + 1) if "stop" in request else 0
             last = int(hinted and request.get("last", False))
-            yield " ".join(str(number) for number in (way, last, *request["hash_ids"]))
+            time = (request["timestamp"],) if timed else ()
+            yield " ".join(str(number) for number in (*time, way, last, *request["hash_ids"]))
 
 
 def plain(directory: Path, name: str, trace: Path) -> tuple[str, str]:
     """Arguments of the bench: the kind of replay, and the file with a trace's requests."""
     file = directory / name
-    lines = requests(trace, hinted=name.endswith(HINTED))
+    lines = requests(trace, hinted=name.endswith(HINTED), timed=name.startswith(FETCH_BACK))
     file.write_text("".join(f"{line}\n" for line in lines))
     return name, str(file)
 
@@ -66,6 +69,7 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, metavar="FILE", help="replay this trace alone")
     parser.add_argument("--shared", action="store_true", help="rooms of two namespaces, and two pods")
     parser.add_argument("--disk", action="store_true", help="DRAM with a disk of three times its room")
+    parser.add_argument("--fetch-back", action="store_true", help="the same in time, beside an oracle that reads ahead")
     parser.add_argument("--forecast", action="store_true", help="what is foretold of other rooms")
     parser.add_argument("--states", action="store_true", help="a model with states beside full attention")
     parser.add_argument("--constants", action="store_true", help="other constants of the policy, judged on held-out traces")
@@ -83,12 +87,15 @@ def main() -> None:
             return
         if kinds:
             replayed = dict.fromkeys(kinds, options.trace or traces.FILES["conversation"])
+        elif options.fetch_back:
+            played = {"trace": options.trace} if options.trace else traces.FILES
+            replayed = {f"{FETCH_BACK}{name}": trace for name, trace in played.items()}
         elif options.trace:
             replayed = {"trace": options.trace, "trace_hinted": options.trace}
         else:
             replayed = traces.FILES | {f"agents{HINTED}": traces.FILES["agents"]}
         arguments = [word for name, trace in replayed.items() for word in plain(Path(directory), name, trace)]
-        generated = [] if kinds or options.trace else ["generated"]
+        generated = [] if kinds or options.fetch_back or options.trace else ["generated"]
         subprocess.run([*BENCH, *arguments, *generated], check=True)
 
 

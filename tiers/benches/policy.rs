@@ -19,6 +19,9 @@
 //! clairvoyant of the room of both. `written` is the bytes written to the disk by the bytes of all requested
 //! blocks.
 //!
+//! `fetch_back_NAME FILE` replays a trace in time, in DRAM with a disk of three times its room, with reads on
+//! demand, and ahead by an oracle: see `fetch_back/mod.rs`.
+//!
 //! `shared FILE` replays a trace in rooms shared by two namespaces, one with a quota, and in two pods with
 //! reads from each other.
 //!
@@ -32,6 +35,7 @@
 
 mod caches;
 mod disk;
+mod fetch_back;
 mod forecast;
 mod replayed;
 mod shared;
@@ -178,6 +182,10 @@ fn main() {
             cells.extend(disk::of_trace("disk", &disk::ROOMS, &read(&file)));
             let (requests, held) = turns(1, None);
             cells.extend(disk::of_trace("disk_turns", &[held / 20, held / 10], &requests));
+            continue;
+        }
+        if let Some(name) = argument.strip_prefix("fetch_back_") {
+            cells.extend(fetch_back::of_trace(name, &fetch_back::read(&file)));
             continue;
         }
         if argument == "forecast" {

@@ -57,8 +57,11 @@ pub(crate) struct Clairvoyant {
     now: usize,
     /// Requests of each block.
     uses: HashMap<BlockHash, VecDeque<usize>>,
-    kept: HashMap<BlockHash, (usize, usize)>,
+    /// The next use of each kept block, and its depth there.
+    pub(crate) kept: HashMap<BlockHash, (usize, usize)>,
     order: BTreeSet<(usize, usize, BlockHash)>,
+    /// Blocks dropped since they were last taken.
+    pub(crate) dropped: Vec<BlockHash>,
 }
 
 pub(crate) struct Tier {
@@ -128,7 +131,8 @@ impl Clairvoyant {
         for (at, request) in requests.iter().enumerate() {
             request.chain.iter().for_each(|hash| uses.entry(*hash).or_default().push_back(at));
         }
-        Self { capacity, now: 0, uses, kept: HashMap::new(), order: BTreeSet::new() }
+        let (kept, order, dropped) = Default::default();
+        Self { capacity, now: 0, uses, kept, order, dropped }
     }
 }
 
@@ -149,6 +153,7 @@ impl Cache for Clairvoyant {
         while self.kept.len() > self.capacity {
             let (_, _, last) = self.order.pop_last().expect("more than none");
             self.kept.remove(&last);
+            self.dropped.push(last);
         }
         self.now += 1;
         found + hits

@@ -7,7 +7,8 @@ use std::collections::{BTreeMap, VecDeque};
 use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
 use tiers::dram::{HolderId, Leaving};
 use tiers::ssd::{
-    DeviceGeometry, DeviceWork, EndedJob, JobDone, Label, LogConfig, LogRefusal, Recovered, SegmentLog,
+    DeviceGeometry, DeviceJob, DeviceWork, EndedJob, JobDone, Label, LogConfig, LogRefusal, Recovered,
+    SegmentLog,
 };
 
 use crate::caches::{BLOCK_BYTES, Cache, Clairvoyant, Lru, Request, STEP_BLOCKS, Tier};
@@ -16,7 +17,7 @@ use crate::replayed::share;
 /// Rooms of DRAM for the replays of a trace.
 pub(crate) const ROOMS: [usize; 5] = [500, 1000, 2555, 5110, 10_220];
 /// The disk has so many times the room of DRAM.
-const DISK_ROOMS: usize = 3;
+pub(crate) const DISK_ROOMS: usize = 3;
 const UNIT_BYTES: u64 = 4096;
 /// About the number for a disk of 32 GiB; larger ones have more.
 const SEGMENTS: usize = 128;
@@ -30,11 +31,13 @@ const DIGEST: NamespaceDigest = NamespaceDigest([1; 16]);
 type Medium = BTreeMap<u32, (u64, Vec<(u32, Label)>)>;
 
 /// DRAM and a disk.
-struct Disked {
-    tier: Tier,
-    log: SegmentLog,
+pub(crate) struct Disked {
+    pub(crate) tier: Tier,
+    pub(crate) log: SegmentLog,
     room: usize,
-    now_ms: u64,
+    pub(crate) now_ms: u64,
+    /// Reads that have not ended, if reads take time.
+    pub(crate) reads: Option<VecDeque<DeviceJob>>,
     requests: usize,
     /// Requests that are not counted, and bytes written by them.
     warm_up: usize,
@@ -47,12 +50,12 @@ struct Disked {
 
 /// The way a sidecar ends.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-enum End {
+pub(crate) enum End {
     Killed,
     Stopped,
 }
 
-fn key(hash: &BlockHash) -> BlockKey {
+pub(crate) fn key(hash: &BlockHash) -> BlockKey {
     BlockKey { namespace: 0, group: 0, hash: *hash }
 }
 
@@ -71,13 +74,14 @@ fn geometry(room: usize) -> DeviceGeometry {
 // === impl Disked ===
 
 impl Disked {
-    fn new(room: usize, requests: usize, end: Option<End>) -> Self {
+    pub(crate) fn new(room: usize, requests: usize, end: Option<End>) -> Self {
         let (tier, log) = Self::begin(room, geometry(room), &Medium::new());
         Self {
             tier,
             log,
             room,
             now_ms: 0,
+            reads: None,
             requests: 0,
             warm_up: requests / 4,
             written_before: 0,
@@ -89,7 +93,7 @@ impl Disked {
 
     /// Starts a sidecar over the disk of an earlier one.
     fn begin(room: usize, geometry: DeviceGeometry, medium: &Medium) -> (Tier, SegmentLog) {
-        let config = LogConfig { devices: vec![geometry], write_bytes_max: u64::MAX, late_ms: u64::MAX };
+        let config = LogConfig { devices: vec![geometry], write_bytes_max: u64::MAX, late_ms: u64::MAX / 2 };
         let mut log = SegmentLog::new(config);
         let mut segments: Vec<_> = medium.iter().collect();
         segments.sort_by_key(|(_, (sequence, _))| Reverse(*sequence));
@@ -119,18 +123,25 @@ impl Disked {
                 return;
             }
             for job in jobs {
-                self.carry_out(job.work);
-                let done = JobDone { device: job.device, ticket: job.ticket, micros: 1, result: Ok(()) };
-                match self.log.done(self.now_ms, done) {
-                    Some(EndedJob::Read { slot, key, .. }) => {
-                        let standing = self.log.standing(&key);
-                        assert!(self.tier.dram.commit_back(slot, standing));
-                        self.log.came(&key);
-                    }
-                    Some(EndedJob::Written { slot, .. }) => self.tier.dram.unhold(slot, HolderId::NOBODY),
-                    None => {}
+                match &mut self.reads {
+                    Some(reads) if matches!(job.work, DeviceWork::Read { .. }) => reads.push_back(job),
+                    _ => self.end_job(job),
                 }
             }
+        }
+    }
+
+    pub(crate) fn end_job(&mut self, job: DeviceJob) {
+        self.carry_out(job.work);
+        let done = JobDone { device: job.device, ticket: job.ticket, micros: 1, result: Ok(()) };
+        match self.log.done(self.now_ms, done) {
+            Some(EndedJob::Read { slot, key, .. }) => {
+                let standing = self.log.standing(&key);
+                assert!(self.tier.dram.commit_back(slot, standing));
+                self.log.came(&key);
+            }
+            Some(EndedJob::Written { slot, .. }) => self.tier.dram.unhold(slot, HolderId::NOBODY),
+            None => {}
         }
     }
 
@@ -164,7 +175,7 @@ impl Disked {
     }
 
     /// Writes DRAM's next evictions, then saved blocks, as far as there is room for copies.
-    fn flow(&mut self) {
+    pub(crate) fn flow(&mut self) {
         self.tier.dram.drain_gone().for_each(|(key, standing)| self.log.leave_dram(&key, standing));
         let mut due = Vec::new();
         self.tier.dram.next_out(self.tier.dram.config().pool_bytes / AHEAD_PART, usize::MAX, &mut due);
@@ -181,6 +192,33 @@ impl Disked {
                 self.write(&key);
             }
         }
+    }
+
+    /// Begins to read a block into DRAM. Returns false if there is no slot for it, or the disk does not take the read.
+    pub(crate) fn begin_read(&mut self, hash: &BlockHash) -> bool {
+        let Ok(slot) = self.tier.dram.begin_fill(key(hash), BLOCK_BYTES, self.tier.whose) else {
+            return false;
+        };
+        let begun = self.log.read_block(self.now_ms, &key(hash), slot, 1).is_some();
+        if !begun {
+            self.tier.dram.abandon(slot);
+        }
+        self.tier.dram.drain_evicted().for_each(drop);
+        self.tier.dram.drain_assigned().for_each(drop);
+        self.end_jobs();
+        begun
+    }
+
+    /// Ends the request of a chain: its missing blocks are saved.
+    pub(crate) fn save_chain(&mut self, Request { chain, ending }: &Request) {
+        for (at, hash) in chain.iter().enumerate() {
+            if !self.tier.dram.is_kept(&key(hash)) {
+                self.tier.save(chain, at..at + 1);
+                self.saved.push_back(key(hash));
+                self.flow();
+            }
+        }
+        self.tier.dram.end_chain(HolderId::NOBODY, 0, chain, *ending);
     }
 
     /// Brings leading blocks kept by the disk into DRAM, and returns their number.

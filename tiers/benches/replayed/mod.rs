@@ -34,18 +34,19 @@ pub(crate) struct Report {
 /// Reads requests from a file with a line for each: a number for the way its answer ended, 1 for the last
 /// request of a session or 0, and the numbers of its blocks.
 pub(crate) fn read(path: &str) -> Vec<Request> {
-    let text = fs::read_to_string(path).expect("a readable file");
+    fs::read_to_string(path).expect("a readable file").lines().map(parse).collect()
+}
+
+/// Reads one of these lines.
+pub(crate) fn parse(line: &str) -> Request {
     let hash = |number: &str| {
         let mut random = Random(number.parse().expect("a block's number"));
         BlockHash::from_words(std::array::from_fn(|_| random.next()))
     };
-    let request = |line: &str| {
-        let mut words = line.split(' ');
-        let mut number = || words.next().and_then(|word| word.parse().ok()).expect("a number");
-        let ending = Ending { way: number(), last: number() == 1, ..Ending::default() };
-        Request { chain: words.map(hash).collect(), ending }
-    };
-    text.lines().map(request).collect()
+    let mut words = line.split(' ');
+    let mut number = || words.next().and_then(|word| word.parse().ok()).expect("a number");
+    let ending = Ending { way: number(), last: number() == 1, ..Ending::default() };
+    Request { chain: words.map(hash).collect(), ending }
 }
 
 /// Returns blocks found by blocks requested, the first quarter of the requests not counted.

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use shm_protocol::session::SessionMemory;
 
-/// A feature of the protocol that earlier sidecars do not know.
+/// A feature of the protocol, unknown to earlier sidecars.
 #[derive(Copy, Clone, Debug, PartialEq, Eq)]
 pub enum Feature {
     /// Flags of handovers.
@@ -13,13 +13,13 @@ pub enum Feature {
     Tails,
     /// Queries for the last kept key.
     States,
-    /// Which blocks the engine's device has.
+    /// Blocks on the engine's device.
     Devices,
     /// Hints of clients.
     Hints,
     /// Answers with more hits than the pool holds.
     Streams,
-    /// Only what the engine accepted is kept.
+    /// Saves kept once the engine accepted their step.
     Acceptance,
 }
 

@@ -74,7 +74,8 @@ def test_a_new_router_sends_a_conversation_to_the_pod_with_its_blocks(tmp_path: 
             peers = [option for peer in mesh for option in ("--peer", peer)]
             more = ("--mesh-listen", listen, "--node-id", name, "--mesh-plaintext", *peers)
             keeper = sidecar.Sidecar(tmp_path / name, more=(*more, "--engine-url", f"http://{url}=both"))
-            stack.callback(lambda keeper=keeper: (keeper.kill(), keeper.pool.unlink(missing_ok=True)))
+            stack.callback(keeper.pool.unlink, missing_ok=True)
+            stack.callback(keeper.kill)
             keeper.wait_ready()
             keepers.append(keeper)
         engines = [

@@ -194,8 +194,8 @@ impl Memory for Policed {
             if !self.begin_read(hash) {
                 self.coming.insert(*hash, None);
             }
+            self.disked.flow();
         }
-        self.disked.flow();
         arrival
     }
 

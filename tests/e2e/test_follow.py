@@ -95,8 +95,10 @@ def test_a_new_router_sends_a_conversation_to_the_pod_with_its_blocks(tmp_path: 
             wait_for(lambda: bool(_ask(url, shape, 0) and _located(url)), "a prompt found by the mesh", WATCHDOG_S)
             again = [_ask(url, shape, number) for number in range(1, CONVERSATIONS)]
             assert _located(url) >= CONVERSATIONS
-        fetched = sum(each.metrics()["pillion_mesh_fetched_blocks_total"] for each in keepers)
+        pages = [each.metrics() for each in keepers]
+    # A pod that starts fetches blocks, too, before any request.
+    asked = [page["pillion_mesh_fetched_blocks_total"] - page["pillion_mesh_prefetched_blocks_total"] for page in pages]
     assert [tokens for tokens, _ in again] == first[1:]
     found = sum(cached for _, cached in again) / ((CONVERSATIONS - 1) * prompts.hit_tokens(PROMPT_TOKENS))
     print(f"found share {found:.4f} of one pod that has all")
-    assert found >= 0.98 and fetched == 0
+    assert found >= 0.98 and asked == [0, 0]

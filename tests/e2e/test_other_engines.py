@@ -168,6 +168,7 @@ def test_a_chain_over_two_pods(prefilled: Prefilled, tmp_path: Path) -> None:
             beside = dataclasses.replace(prefilled.options, socket=keeper.socket)
             with engine.running(beside, tmp_path / "engine.log") as running:
                 assert_alike(ask(running, next_turn(prefilled.right)), prefilled.next, DIFFERENCE_MAX)
-                assert running.metrics()["external_hits"] == KEPT * engine.BLOCK_TOKENS
+                # B may have fetched more of A's blocks than the prompts needed.
+                assert KEPT <= running.metrics()["external_hits"] // engine.BLOCK_TOKENS <= kept
                 running.exit()
             break

@@ -14,10 +14,9 @@ use shm_protocol::key::BlockKey;
 use tiers::dram::{RankedBlock, Walk};
 
 use super::Base;
+use super::census::slots_of_step;
 use super::namespaces::Space;
 
-/// Most slots of one step, and most look-ups of blocks at peers.
-const STEP: usize = 8192;
 /// Most blocks of a list, and most blocks found before the best of them are chosen: some milliseconds of sorting.
 const FOUND_MAX: usize = 2 * LISTED_MAX;
 
@@ -44,8 +43,8 @@ impl BestBlocks {
         let space = Space { digest: self.ask.namespace, block_bytes: self.ask.block_bytes };
         let number = cx.namespaces.known(space).filter(|number| cx.namespaces.shared(*number).is_some());
         let (Some(at), Some(namespace), Some(mesh)) = (self.at, number, mesh) else { return false };
-        let slots = STEP / (1 + mesh.directory().peer_count());
-        self.at = cx.dram.walk_ranked(at, slots.max(1), |block| {
+        let slots = slots_of_step(mesh.directory().peer_count());
+        self.at = cx.dram.walk_ranked(at, slots, |block| {
             if block.key.namespace == namespace && mesh.may_list(&block.key, self.asker, cx) {
                 self.found.push(*block);
             }

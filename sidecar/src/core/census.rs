@@ -32,6 +32,11 @@ pub(super) struct Census {
     last: BTreeMap<u32, UniqueBlocks>,
 }
 
+/// Returns the slots of one step of a walk that looks each block up at so many peers.
+pub(super) fn slots_of_step(peers: usize) -> usize {
+    (STEP / (1 + peers)).max(1)
+}
+
 // === impl Census ===
 
 impl Census {
@@ -47,10 +52,10 @@ impl Census {
             self.sums.clear();
         }
         let seconds = engines.block_seconds();
-        let slots = STEP / (1 + mesh.map_or(0, |mesh| mesh.directory().peer_count()));
+        let slots = slots_of_step(mesh.map_or(0, |mesh| mesh.directory().peer_count()));
         let sums = &mut self.sums;
         let at = self.at.expect("set above");
-        self.at = cx.dram.walk_ranked(at, slots.max(1), |block| {
+        self.at = cx.dram.walk_ranked(at, slots, |block| {
             if mesh.is_none_or(|mesh| mesh.is_unique(&block.key, cx) == Some(true)) {
                 let seconds = seconds.get(&block.key.namespace).copied().unwrap_or_default();
                 let sum = sums.entry(block.key.namespace).or_default();

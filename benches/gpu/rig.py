@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -269,7 +270,8 @@ def shape(options: argparse.Namespace) -> dict[str, int]:
 def server(mode: str, options: argparse.Namespace, folder: Path, logs: Path) -> Iterator[dict[str, Any] | None]:
     """The server beside a mode's engine; yields vLLM's `kv_transfer_config`."""
     # The same for every mode.
-    gib = options.sizes["host_gib"]
+    gib, disk_gib = options.sizes["host_gib"], options.sizes.get("disk_gib", 0)
+    disk = folder / f"disk-{mode}"
     wait_for_memory(gib)
     if mode in ("none", "roomy"):
         yield None
@@ -278,6 +280,9 @@ def server(mode: str, options: argparse.Namespace, folder: Path, logs: Path) -> 
     elif mode == "offloading":
         # Answers too: by default it keeps prompts alone, and the others keep both.
         extra: dict[str, Any] = {"cpu_bytes_to_use": gib * GIB, "offload_prompt_only": False}
+        if disk_gib:
+            # Its files have no limit.
+            extra |= {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [{"type": "fs", "root_dir": str(disk)}]}
         name = f"bench-{os.getpid()}"
         try:
             yield {
@@ -290,6 +295,7 @@ def server(mode: str, options: argparse.Namespace, folder: Path, logs: Path) -> 
             # An engine ended by a signal leaves its memory there, and the next mode's memory would not fit beside it.
             for left in Path("/dev/shm").glob(f"vllm_offload_{name}*"):
                 left.unlink()
+            shutil.rmtree(disk, ignore_errors=True)
     elif mode == "pegaflow":
         port, http = free_port(), free_port()
         command = [sys.executable, "-m", "pegaflow._server", "--addr", f"127.0.0.1:{port}", "--pool-size", f"{gib}gb"]
@@ -314,7 +320,9 @@ def server(mode: str, options: argparse.Namespace, folder: Path, logs: Path) -> 
         # Without Dynamo's runtime: leader and worker run in the engine, and its size is in the engine's environment.
         yield transfer_config("DynamoConnector", "kvbm.vllm_integration.connector", {})
     else:
-        with sidecar(folder, options, gib, logs / "pillion-serve.log", kills=options.kills) as keeper:
+        disk.mkdir()
+        disks = (f"--ssd={disk}:{disk_gib}GiB:create",) if disk_gib else ()
+        with sidecar(folder, options, gib, logs / "pillion-serve.log", *disks, kills=options.kills) as keeper:
             yield pillion_transfer(keeper, options)
             if not options.kills:
                 (logs / "pillion-metrics.txt").write_text(keeper.get("/metrics") or "")

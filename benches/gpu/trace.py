@@ -7,7 +7,7 @@ where a step delays its arrival.
 
 With `reset_s` the engine's own cache is emptied once so many seconds of the replay are over and all its requests are answered:
 `found_after` is what the requests behind find, as after the engine's restart. `--room all` has fewer requests and more host
-memory, so nothing is evicted. `waited_mean_ms` is the time until a request's first place in a step.
+memory, so nothing is evicted. `disk_gib` adds a disk. `waited_mean_ms` is the time until a request's first place in a step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benches.gpu.engine import Answer, Engine
 
 # Tokens of an id in the traces: with fewer of them all lengths are shorter.
 ID_TOKENS = 512
-PART = {"begin": 0, "residue": 0, "reset_s": 0, "id_tokens": ID_TOKENS}
+PART = {"begin": 0, "residue": 0, "reset_s": 0, "id_tokens": ID_TOKENS, "disk_gib": 0}
 # kv_mib: 15,000 blocks of 2 MiB; host_gib: 40,960 of them.
 SIZES = {
     "full": PART | {

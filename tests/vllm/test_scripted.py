@@ -220,10 +220,11 @@ def test_saves_of_a_frozen_sidecar_are_given_up(stage: Stage) -> None:
     """Blocks are reused while the sidecar is frozen before their saves: the blocks that it keeps after the thaw are right."""
     prompts = [prompt_of(200, seed) for seed in range(61, 65)]
     with sidecar.serving(stage.directory) as keeper:
+        # The first two requests end, and leave their blocks to the other two, about step 25. Those miss after 200 ms.
+        slow, fast = ({"do": "slow_steps", "with": {"seconds": seconds}} for seconds in (0.03, 0))
         plays = [
-            generate(prompts, 24, at={str(frozen): [stop(keeper)], str(thawed): [go_on(keeper)]})
-            # The first two requests end, and leave their blocks to the other two, about step 25.
-            for frozen, thawed in ((0, 40), (1, 26), (2, 27), (24, 29))
+            generate(prompts, 24, at={str(frozen): [stop(keeper)], "25": [slow], str(thawed): [go_on(keeper), fast]})
+            for frozen, thawed in ((0, 60), (1, 36), (2, 37), (24, 39))
         ]
         # Other weights each time, without hits of earlier blocks.
         acts = [act for one in plays for act in (one, RESET, generate(prompts, 24), new_weights(), RESET)]

@@ -83,7 +83,7 @@ macro_rules! counters {
 
 counters! {
     queries hit_blocks queries_from_lease queries_answered_early
-    queries_timed_out queries_not_asked queries_without_room appends_without_room
+    queries_late queries_timed_out queries_not_asked queries_without_room appends_without_room
     loads loads_without_lease saves saves_without_room
     blocks_committed blocks_present blocks_cancelled blocks_dropped
     blocks_checked blocks_differing blocks_unproven blocks_unaccepted saves_voided connections_lost
@@ -97,6 +97,8 @@ pub struct EngineSession<C> {
     link: Option<SchedulerLink<C>>,
     incarnation: u64,
     left: Duration,
+    /// The sidecar's heartbeat when a step's budget last ended without an answer: no step waits until it changes.
+    late: Option<u64>,
     /// The sidecar's heartbeat when a query timed out, and that query's wait. Until the heartbeat changes,
     /// only queries with longer waits are posted.
     stalled: Option<(u64, Duration)>,
@@ -132,6 +134,7 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
             notices,
             link: None,
             incarnation: 0,
+            late: None,
             stalled: None,
             next_op: 1,
             accepted: None,
@@ -174,7 +177,7 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
             self.announced.end_all();
             self.counters.connections_lost += 1;
         }
-        self.stalled = None;
+        (self.late, self.stalled) = (None, None);
     }
 
     /// The connection in use.
@@ -488,7 +491,8 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
     /// Ends a step: publishes messages, takes completions, reclaims memory, and refills the budget. Fails if
     /// the sidecar broke the protocol; the caller must then hang up.
     pub fn end_step(&mut self) -> Result<(), String> {
-        self.left = self.config.budget;
+        let is_late = self.late.is_some() && self.late == self.link.as_ref().map(SchedulerLink::heartbeat);
+        self.left = if is_late { Duration::ZERO } else { self.config.budget };
         self.prune_questions();
         let Some(link) = &mut self.link else { return Ok(()) };
         link.retry_closes();

@@ -99,6 +99,7 @@ const POINTS: &[&str] = &[
     "engine freed a block before a window",
     "engine hit",
     "engine miss",
+    "engine query answered later",
     "engine query timed out",
     "engine query without room",
     "engine query not asked",

@@ -95,8 +95,8 @@ pub const OPTIONS: [EngineOption; 24] = [
         name: "query_timeout_us",
         default: DefaultValue::Count(2_000),
         values: whole_number(10_000_000, "microseconds", "0"),
-        meaning: "The longest that all queries of one `schedule()` call together may wait. Raise it if queries \
-                  time out although the sidecar has enough CPU.",
+        meaning: "The longest that one `schedule()` call waits for answers to its queries. Later answers count in \
+                  a later call.",
     },
     EngineOption {
         name: "check_every",

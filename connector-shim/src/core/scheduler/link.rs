@@ -33,6 +33,8 @@ pub(super) struct PostedQuery {
     pub(super) awaits: bool,
     /// The engine has not asked for its answer yet.
     pub(super) ahead: bool,
+    /// The sidecar has read it, and works on it.
+    pub(super) is_read: bool,
     pub(super) posted: Instant,
     /// The sidecar's last heartbeat, and the time of its first sighting.
     pub(super) heartbeat: (u64, Instant),

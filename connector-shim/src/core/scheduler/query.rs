@@ -27,7 +27,10 @@ pub const UNBOUND_WAIT: Duration = Duration::from_millis(200);
 /// The longest wait of a pending query while the sidecar's heartbeat stands still. A working sidecar looks at
 /// its queries every 100 ms; the rest is a wait for a core.
 const PENDING_MAX: Duration = Duration::from_millis(QUERY_WAIT_MS_MAX as u64 + 1000);
-/// Time for an answer beyond the engine's own limit.
+/// The same for a query that the sidecar has not read: it reads its rings at once, and its longest turn takes some
+/// tens of milliseconds.
+const UNREAD_MAX: Duration = Duration::from_millis(200);
+/// Time for an answer beyond the engine's own limit, and for a first sign that a query was read.
 const ANSWER_MAX: Duration = Duration::from_secs(1);
 /// The longest wait for another engine's keys while the sidecar's heartbeat moves: the sidecar's own limit
 /// for promised keys, and [`PENDING_MAX`] more.
@@ -128,7 +131,7 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
         let is_stalled = self
             .stalled
             .is_some_and(|(heartbeat, waited)| heartbeat == link.heartbeat() && waited >= patience);
-        if is_stalled || !awaits && self.left.is_zero() {
+        if is_stalled {
             // A sleeping sidecar shows no new heartbeat: wake it.
             link.connection.ring();
             self.counters.queries_not_asked += 1;
@@ -151,16 +154,24 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
             link.questions.remove(&superseded);
         }
         let heartbeat = (link.heartbeat(), now);
-        let question =
-            PostedQuery { log: handle, from: start, count, awaits, ahead: false, posted: now, heartbeat };
+        let question = PostedQuery {
+            log: handle,
+            from: start,
+            count,
+            awaits,
+            ahead: false,
+            is_read: false,
+            posted: now,
+            heartbeat,
+        };
         link.questions.insert(op, question);
         self.next_op += 1;
         Some(op)
     }
 
-    /// Looks for the answer of query `op`, awaited since `began`. The end of the sidecar, or of the step's
-    /// budget, is a miss. A query for another engine's keys is pending instead of awaited: a miss would cost
-    /// its whole prompt. `None`: not answered yet.
+    /// Looks for the answer of query `op`, awaited since `began`. The end of the sidecar is a miss. At the end of
+    /// the step's budget the query is pending: a miss would cost its whole prompt. A query for another engine's
+    /// keys is pending at once. `None`: not answered yet.
     pub fn look_for_answer(&mut self, op: u64, began: Instant, now: Instant) -> Option<i64> {
         let left = self.left.saturating_sub(now - began);
         if let Some(hits) = self.take_answer(op, now) {
@@ -173,12 +184,14 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
             link.connection.hang_up();
             return Some(0);
         }
-        if self.link.as_ref().is_some_and(|link| link.questions.get(&op).is_some_and(|asked| asked.awaits)) {
+        let link = self.link.as_ref()?;
+        if link.questions.get(&op).is_some_and(|asked| asked.awaits) {
             return Some(self.pend(op, now));
         }
         if left.is_zero() {
-            self.time_out(op, self.config.budget);
-            return Some(0);
+            (self.left, self.late) = (left, Some(link.heartbeat()));
+            self.counters.queries_late += 1;
+            return Some(self.pend(op, now));
         }
         None
     }
@@ -204,9 +217,9 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
         self.notices.say(
             NoticeCause::Budget,
             format!(
-                "a query was not answered within {} us and counts as a miss; if this lasts, give the sidecar more CPU \
-                 or raise pillion.query_timeout_us",
-                within.as_micros()
+                "a query was not answered within {} ms and counts as a miss: the sidecar hangs, or gets no CPU. Give it \
+                 more CPU, and look at its log",
+                within.as_millis()
             ),
         );
         let Some(link) = &mut self.link else { return };
@@ -234,6 +247,7 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
             return Some(PENDING);
         }
         if outcome.status == Status::Pending {
+            link.questions.get_mut(&op).expect("found above").is_read = true;
             return Some(self.pend(op, now));
         }
         link.questions.remove(&op);
@@ -252,10 +266,14 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
         if question.heartbeat.0 != heartbeat {
             question.heartbeat = (heartbeat, now);
         }
-        let most = if question.awaits { AWAITING_MAX } else { load_wait + ANSWER_MAX };
+        let (most, still_max) = match (question.awaits, question.is_read) {
+            (true, _) => (AWAITING_MAX, PENDING_MAX),
+            (false, true) => (load_wait + ANSWER_MAX, PENDING_MAX),
+            (false, false) => (ANSWER_MAX, UNREAD_MAX),
+        };
         let (still_since, posted) = (question.heartbeat.1, question.posted);
         let reached = |since: Instant, limit: Duration| (now - since >= limit).then_some(limit);
-        if let Some(limit) = reached(still_since, PENDING_MAX).or_else(|| reached(posted, most)) {
+        if let Some(limit) = reached(still_since, still_max).or_else(|| reached(posted, most)) {
             self.time_out(op, limit);
             return 0;
         }

@@ -17,6 +17,7 @@ use crate::origin::WORDS;
 
 /// The session's counters, and their points of coverage.
 const COUNTED: [(&str, &str); COUNTS] = [
+    ("queries_late", "engine query answered later"),
     ("queries_timed_out", "engine query timed out"),
     ("queries_not_asked", "engine query not asked"),
     ("queries_without_room", "engine query without room"),
@@ -26,7 +27,7 @@ const COUNTED: [(&str, &str); COUNTS] = [
     ("saves_without_room", "engine save without room"),
     ("saves_voided", "engine saves voided"),
 ];
-pub(super) const COUNTS: usize = 8;
+pub(super) const COUNTS: usize = 9;
 
 // === impl Scheduler: calls of the policy ===
 

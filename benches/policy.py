@@ -2,8 +2,8 @@
 
     benches/run policy [--trace FILE] [--shared | --disk | --fetch-back | --forecast | --states | --constants]
 
-`--shared` replays a trace in rooms shared by two namespaces, and in two pods; `--disk` in DRAM with a disk below it;
-`--fetch-back` replays traces in time, with reads of that disk on demand, and ahead by an oracle;
+`--shared` replays a trace in rooms shared by two namespaces, and in two pods; `--disk` replays all traces in DRAM with a disk
+below it; `--fetch-back` replays them in time, with reads of that disk on demand, and ahead by an oracle;
 `--forecast` says how far hit ratios foretold for other rooms are from those measured there. `--states` replays the agents'
 trace for a model with states beside full attention: see `sidecar/benches/states/main.rs`. `--constants` compares other
 constants of the policy (`benches/constants.py`). FILE has one JSON object a line with `hash_ids`, as those in
@@ -29,6 +29,7 @@ BENCH = ("cargo", "bench", "--quiet", "--package", "tiers", "--bench", "policy",
 
 HINTED = "_hinted"
 FETCH_BACK = "fetch_back_"
+DISK = "disk_"
 
 
 def requests(trace: Path, *, hinted: bool, timed: bool) -> Iterator[str]:
@@ -74,7 +75,7 @@ def main() -> None:
     parser.add_argument("--states", action="store_true", help="a model with states beside full attention")
     parser.add_argument("--constants", action="store_true", help="other constants of the policy, judged on held-out traces")
     options = parser.parse_args()
-    kinds = [kind for kind in ("shared", "disk", "forecast") if getattr(options, kind)]
+    kinds = [kind for kind in ("shared", "forecast") if getattr(options, kind)]
     with tempfile.TemporaryDirectory() as directory:
         if options.states:
             name = "trace" if options.trace else "agents"
@@ -87,15 +88,18 @@ def main() -> None:
             return
         if kinds:
             replayed = dict.fromkeys(kinds, options.trace or traces.FILES["conversation"])
-        elif options.fetch_back:
+        elif options.fetch_back or options.disk:
             played = {"trace": options.trace} if options.trace else traces.FILES
-            replayed = {f"{FETCH_BACK}{name}": trace for name, trace in played.items()}
+            kind = FETCH_BACK if options.fetch_back else DISK
+            replayed = {f"{kind}{name}": trace for name, trace in played.items()}
         elif options.trace:
             replayed = {"trace": options.trace, "trace_hinted": options.trace}
         else:
             replayed = traces.FILES | {f"agents{HINTED}": traces.FILES["agents"]}
         arguments = [word for name, trace in replayed.items() for word in plain(Path(directory), name, trace)]
-        generated = [] if kinds or options.fetch_back or options.trace else ["generated"]
+        generated = ["disk_turns"] if options.disk else ["generated"]
+        if kinds or options.fetch_back or options.trace:
+            generated = []
         subprocess.run([*BENCH, *arguments, *generated], check=True)
 
 

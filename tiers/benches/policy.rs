@@ -15,9 +15,9 @@
 //!   are open at a time, each as likely to be next. Room for a tenth or a half of their blocks.
 //! - `scan`: `turns`, and every eighth request is a document of 512 blocks, never requested again.
 //!
-//! `disk FILE` replays a trace, and `turns`, in DRAM with a disk of three times its room, beside LRU and a
-//! clairvoyant of the room of both. `written` is the bytes written to the disk by the bytes of all requested
-//! blocks.
+//! `disk_NAME FILE` replays a trace, and `disk_turns` replays `turns`, in DRAM with a disk of three times its room,
+//! beside LRU and a clairvoyant of the room of both. `written` is the bytes written to the disk by the bytes of all
+//! requested blocks.
 //!
 //! `fetch_back_NAME FILE` replays a trace in time, in DRAM with a disk of three times its room, with reads on
 //! demand, and ahead by an oracle: see `fetch_back/mod.rs`.
@@ -177,11 +177,14 @@ fn main() {
             cells.extend(generated());
             continue;
         }
-        let file = arguments.next().expect("a trace's file follows its name");
-        if argument == "disk" {
-            cells.extend(disk::of_trace("disk", &disk::ROOMS, &read(&file)));
+        if argument == "disk_turns" {
             let (requests, held) = turns(1, None);
-            cells.extend(disk::of_trace("disk_turns", &[held / 20, held / 10], &requests));
+            cells.extend(disk::of_trace(&argument, &[held / 20, held / 10], &requests));
+            continue;
+        }
+        let file = arguments.next().expect("a trace's file follows its name");
+        if argument.starts_with("disk_") {
+            cells.extend(disk::of_trace(&argument, &disk::ROOMS, &read(&file)));
             continue;
         }
         if let Some(name) = argument.strip_prefix("fetch_back_") {

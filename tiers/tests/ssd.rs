@@ -53,8 +53,11 @@ fn what_was_asked_for_outlives_reclamation_and_the_rest_goes_in_order() {
     rig.settle();
     let stats = rig.stats().devices[0].clone();
     assert!(stats.dropped_blocks_total >= 1_500, "{stats:?}");
-    let kept: Vec<u64> = (10..3_000).filter(|number| rig.read(*number)).collect();
-    assert_eq!(stats.blocks, kept.len() as u64 + 10);
+    // The first segment holds fewer blocks than this. Its evicted ones stay as long as others have none in use.
+    let first = 64;
+    let beside_hot = (0..first).filter(|number| rig.read(*number)).count() as u64;
+    let kept: Vec<u64> = (first..3_000).filter(|number| rig.read(*number)).collect();
+    assert_eq!(stats.blocks, kept.len() as u64 + beside_hot);
     assert!(kept.len() >= 600, "{}", kept.len());
     assert_eq!(kept, (3_000 - kept.len() as u64..3_000).collect::<Vec<_>>(), "the youngest");
     drop(rig);

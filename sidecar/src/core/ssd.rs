@@ -15,7 +15,6 @@ use shm_protocol::source::Source;
 use tiers::dram::{Dram, HolderId, Leaving, Standing};
 use tiers::ssd::{self, EndedJob, JobDone, Label, Recovered, SegmentLog, Ticket};
 
-use self::writes::Unwritten;
 use super::arrivals::{SourceLane, Waiter};
 use super::context::Context;
 use super::event::{Action, JobEnd, TierJob};
@@ -38,7 +37,7 @@ pub(super) struct Ssd {
     /// The generation from which on DRAM is asked for these again.
     look_at: u64,
     /// Saved blocks, to be written while there is room for copies; the first saved first.
-    queue: VecDeque<Unwritten>,
+    queue: VecDeque<Leaving>,
     queued: HashSet<BlockKey>,
     /// The log takes nothing until a job has ended.
     full: bool,

@@ -19,8 +19,8 @@ pub(crate) const ROOMS: [usize; 5] = [500, 1000, 2555, 5110, 10_220];
 /// The disk has so many times the room of DRAM.
 pub(crate) const DISK_ROOMS: usize = 3;
 const UNIT_BYTES: u64 = 4096;
-/// About the number for a disk of 32 GiB; larger ones have more.
-const SEGMENTS: usize = 128;
+/// The number for a disk of 32 GiB; larger ones have more.
+const SEGMENTS: usize = 512;
 /// Writes wait for so many rounds of jobs at most.
 const TRIES: usize = 64;
 /// The part of DRAM written ahead of its eviction, as in the sidecar.
@@ -158,11 +158,14 @@ impl Disked {
     }
 
     /// Writes a block of DRAM, unless the disk keeps it.
-    fn write(&mut self, key: &BlockKey) {
+    fn write(&mut self, block: &Leaving) {
+        if self.log.came(&block.key) || !self.log.make_room(block, self.tier.dram.judge()) {
+            return;
+        }
         // A new segment's header is written first, and a full disk gives up a segment.
         for _ in 0..TRIES {
-            let Some(slot) = self.tier.dram.hold(key, HolderId::NOBODY) else { return };
-            let written = self.log.write_block(*key, DIGEST, BLOCK_BYTES, slot);
+            let Some(slot) = self.tier.dram.hold(&block.key, HolderId::NOBODY) else { return };
+            let written = self.log.write_block(block, DIGEST, slot);
             if written.is_err() {
                 self.tier.dram.unhold(slot, HolderId::NOBODY);
             }
@@ -179,17 +182,10 @@ impl Disked {
         self.tier.dram.drain_gone().for_each(|(key, standing)| self.log.leave_dram(&key, standing));
         let mut due = Vec::new();
         self.tier.dram.next_out(self.tier.dram.config().pool_bytes / AHEAD_PART, usize::MAX, &mut due);
-        for Leaving { key, bytes, .. } in due {
-            if !self.log.came(&key) && self.log.make_room(0, bytes, self.tier.dram.judge()) {
-                self.write(&key);
-            }
-        }
+        due.iter().for_each(|block| self.write(block));
         while let Some(key) = self.saved.pop_front() {
-            if !self.log.came(&key)
-                && self.log.has_room_for_copy(0, BLOCK_BYTES)
-                && self.log.make_room(0, BLOCK_BYTES, self.tier.dram.judge())
-            {
-                self.write(&key);
+            if self.log.has_room_for_copy(0, BLOCK_BYTES) {
+                self.write(&Leaving::copy(key, BLOCK_BYTES));
             }
         }
     }
@@ -256,11 +252,7 @@ impl Disked {
             self.log.keep_copies();
             let mut best = Vec::new();
             self.tier.dram.best(&mut best);
-            for Leaving { key, bytes, .. } in best {
-                if !self.log.came(&key) && self.log.make_room(0, bytes, self.tier.dram.judge()) {
-                    self.write(&key);
-                }
-            }
+            best.iter().for_each(|block| self.write(block));
         }
         let geometry = DeviceGeometry { first_sequence: 1 << 32, ..geometry(self.room) };
         (self.tier, self.log) = Self::begin(self.room, geometry, &self.medium);

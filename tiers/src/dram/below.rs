@@ -18,17 +18,27 @@ pub(super) struct Below {
     gone: Vec<(BlockKey, Standing)>,
 }
 
-/// A kept block to be evicted soon.
+/// A kept block to be evicted soon, or to be copied to the tier below without need.
 #[derive(Copy, Clone, Debug)]
 pub struct Leaving {
     pub key: BlockKey,
     pub bytes: u64,
+    /// [`Standing::ABOVE`] for a copy without need: it has no worth of its own.
     pub standing: Standing,
 }
 
 /// Chooses the next block to evict from a tier below.
 #[derive(Copy, Clone, Debug)]
 pub struct Judge<'a>(&'a Policy);
+
+// === impl Leaving ===
+
+impl Leaving {
+    /// A block that DRAM keeps.
+    pub fn copy(key: BlockKey, bytes: u64) -> Self {
+        Self { key, bytes, standing: Standing::ABOVE }
+    }
+}
 
 // === impl Below ===
 
@@ -52,6 +62,11 @@ impl Judge<'_> {
     /// Returns the block evicted next, among entries at the tails of lists.
     pub(crate) fn least(&self, tails: impl Iterator<Item = (u32, Standing)>) -> Option<u32> {
         self.0.least(tails)
+    }
+
+    /// True if a block of the first standing has fewer expected uses than one of the second.
+    pub(crate) fn is_worth_less(&self, one: Standing, other: Standing) -> bool {
+        self.0.uses(one) < self.0.uses(other)
     }
 }
 

@@ -1,9 +1,9 @@
 //! The SSD tier's decisions: the place of each block, reclamation, refusals. Pure: no I/O, no clock.
 //!
-//! Blocks are appended to a device's open segment. When few segments are free, the one with the fewest live
-//! blocks is reclaimed: these are written again. If too few blocks of every segment are gone, a move would
-//! gain no room, and the oldest segment is dropped with its blocks. No write waits for reclamation: without
-//! room it is refused.
+//! Blocks are appended to the open segment of their stream. When few segments are free, the one with the fewest
+//! blocks in the room is reclaimed: these are written again, and the evicted ones are lost. If too few blocks of every
+//! segment are evicted, a move would gain no place, and the oldest segment is dropped with its blocks. No write waits
+//! for reclamation: without a place it is refused.
 
 mod breaker;
 mod distrusts;
@@ -12,6 +12,7 @@ mod order;
 mod pace;
 mod reclaim;
 mod room;
+mod streams;
 mod table;
 mod volume;
 mod watch;
@@ -25,9 +26,11 @@ use thiserror::Error;
 
 use self::order::LogOrder;
 pub use self::pace::ReadPace;
+use self::streams::WriteStream;
 use self::table::{EntryState, EntryTable};
 use self::volume::Volume;
 use super::{DeviceGeometry, DeviceJob, DevicePlace, DeviceWork, FaultKind, Label, Ticket, format};
+use crate::dram::Leaving;
 use crate::index::{Index, KeyPrint};
 use crate::list::Spot;
 use crate::standing::Standing;
@@ -240,8 +243,7 @@ impl SegmentLog {
 
     fn readable(&self, id: u32) -> bool {
         let entry = self.table.get(id);
-        let on_device = matches!(entry.state, EntryState::Kept | EntryState::Moving);
-        on_device && !self.volumes[usize::from(entry.device)].breaker.is_open()
+        entry.state.is_found() && !self.volumes[usize::from(entry.device)].breaker.is_open()
     }
 
     /// Returns the entry of a block as long as it lies at a job's place.
@@ -257,28 +259,35 @@ impl SegmentLog {
 
 impl SegmentLog {
     /// Takes a place for a committed block in `slot`, and begins its write. The caller keeps the slot as it
-    /// is until [`super::EndedJob::Written`]. Never waits. Fails as [`LogRefusal`] says.
+    /// is until [`super::EndedJob::Written`]. Never waits. Fails as [`LogRefusal`] says: an evicted block that can
+    /// still be read gets room again, without a write.
     pub fn write_block(
         &mut self,
-        key: BlockKey,
+        block: &Leaving,
         namespace: NamespaceDigest,
-        bytes: u64,
         slot: SlotRef,
     ) -> Result<Ticket, LogRefusal> {
+        let key = block.key;
         if let Some(id) = self.find_key(&key) {
+            let state = self.table.get(id).state;
             // A block on a failed device is of no use; another device may take it.
-            if self.table.get(id).state != EntryState::Kept || self.readable(id) {
+            let is_written = matches!(state, EntryState::Kept | EntryState::Evicted);
+            if !is_written || self.readable(id) {
+                if state == EntryState::Evicted {
+                    self.restore(id);
+                }
                 return Err(LogRefusal::Present);
             }
         }
-        let bytes = u32::try_from(bytes).map_err(|_| LogRefusal::TooLarge)?;
-        let device = self.choose(bytes)?;
+        let bytes = u32::try_from(block.bytes).map_err(|_| LogRefusal::TooLarge)?;
+        let stream = WriteStream::of(block.standing);
+        let device = self.choose(bytes, stream)?;
         if let Some(id) = self.find_key(&key) {
             self.forget_entry(id);
         }
         let id = self.table.take_free().ok_or(LogRefusal::Busy)?;
         let volume = &mut self.volumes[device];
-        let place = volume.take_place(volume.units(bytes));
+        let place = volume.take_place(stream, volume.units(bytes));
         let sequence = volume.segment(place.segment).sequence;
         volume.write_bytes += u64::from(bytes);
         self.enter_block(id, key, device, place, bytes, EntryState::Writing);
@@ -289,7 +298,7 @@ impl SegmentLog {
     }
 
     /// Chooses the device for a block: of those with room, the one with the least to do.
-    fn choose(&mut self, bytes: u32) -> Result<usize, LogRefusal> {
+    fn choose(&mut self, bytes: u32, stream: WriteStream) -> Result<usize, LogRefusal> {
         if !self.volumes.iter().any(|volume| volume.could_hold(volume.units(bytes))) {
             return Err(LogRefusal::TooLarge);
         }
@@ -302,10 +311,10 @@ impl SegmentLog {
             let volume = &mut self.volumes[device];
             let full = volume.write_bytes > 0 && volume.write_bytes + u64::from(bytes) > self.write_bytes_max;
             let units = volume.units(bytes);
-            if full || !volume.takes() || !volume.could_hold(units) || volume.spares_next(units) {
+            if full || !volume.takes() || !volume.could_hold(units) || volume.spares_next(stream, units) {
                 continue;
             }
-            let room = volume.has_room(units, &mut self.wanted);
+            let room = volume.has_room(stream, units, &mut self.wanted);
             self.issue_wanted(device);
             let load = |device: usize| self.volumes[device].pending_load();
             if room && chosen.is_none_or(|chosen| load(chosen) > load(device)) {
@@ -452,14 +461,17 @@ impl SegmentLog {
     fn forget_entry(&mut self, id: u32) {
         let (group, units) = self.measure(id);
         let entry = self.table.get(id);
-        let (key, device, segment, bytes) =
-            (entry.key, usize::from(entry.device), entry.segment, entry.bytes);
-        let volume = &mut self.volumes[device];
-        volume.unsettle(segment, volume.units(bytes));
-        if entry.state != EntryState::Writing {
+        let (key, segment, bytes, state) = (entry.key, entry.segment, entry.bytes, entry.state);
+        let volume = &mut self.volumes[usize::from(entry.device)];
+        if state != EntryState::Evicted {
+            volume.unsettle(segment, volume.units(bytes));
+        }
+        if state.is_found() {
             self.watch.note_change(key, false);
             volume.stats.blocks -= 1;
             volume.stats.bytes -= u64::from(bytes);
+        }
+        if state.is_listed() {
             self.order.leave_list(&mut self.table, id, group, units);
         }
         let print = KeyPrint::of_key(&key);

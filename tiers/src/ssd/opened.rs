@@ -17,8 +17,12 @@ use crate::TierError;
 use crate::given_up::{GivenUp, GivenUpCause};
 use crate::io::buf::{BUFFER_ALIGN, Buffer};
 
-/// With about so many segments, a log loses a small part of its blocks to one reclamation.
-const SEGMENTS: u64 = 32;
+/// With about so many segments, most hold only blocks that go at about the same time: few move.
+const SEGMENTS: u64 = 1024;
+/// With so few segments, a log loses a small part of its blocks to one reclamation.
+const SEGMENTS_FEW: u64 = 32;
+/// The largest segment of a log of few segments: larger blocks than known ones fit.
+const SEGMENT_BYTES_FEW: u64 = 64 << 20;
 /// The largest default segment: a killed sidecar's open segment is read through in a second.
 const SEGMENT_BYTES_MAX: u64 = 256 << 20;
 /// Most segments of a device, about: the start reads their ends one after the other.
@@ -70,10 +74,11 @@ struct Align {
     memory: u64,
 }
 
-/// Returns a segment size for a device: a power of two near a 32nd of it, within 4 to 256 MiB, more for more
-/// than a TiB.
+/// Returns a segment size for a device, a power of two: near a 1,024th of it within 64 to 256 MiB, near a 32nd for
+/// less than 2 GiB, and more for more than a TiB.
 fn segment_bytes_for(bytes: u64) -> u64 {
-    let usual = (bytes / SEGMENTS).clamp(SEGMENT_BYTES_MIN, SEGMENT_BYTES_MAX);
+    let least = (bytes / SEGMENTS_FEW).clamp(SEGMENT_BYTES_MIN, SEGMENT_BYTES_FEW);
+    let usual = (bytes / SEGMENTS).clamp(least, SEGMENT_BYTES_MAX);
     1 << usual.max(bytes / SEGMENTS_MANY).min(format::SEGMENT_BYTES_MAX).ilog2()
 }
 
@@ -423,7 +428,7 @@ mod tests {
     #[test]
     fn segments_are_few_and_neither_small_nor_huge() {
         let found = [17 << 20, 1 << 30, 100 << 30, 1 << 40, 4 << 40, 30 << 40].map(segment_bytes_for);
-        assert_eq!(found, [4 << 20, 32 << 20, 256 << 20, 256 << 20, 1 << 30, 1 << 30]);
+        assert_eq!(found, [4 << 20, 32 << 20, 64 << 20, 256 << 20, 1 << 30, 1 << 30]);
     }
 
     #[test]

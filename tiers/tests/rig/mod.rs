@@ -15,7 +15,7 @@ use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
 use shm_protocol::pool::{SEGMENT_ALIGN, SlotRef};
 use shm_protocol::random::mix_bits;
 use shm_protocol::region::{Access, Region};
-use tiers::dram::{self, Dram};
+use tiers::dram::{self, Dram, Leaving};
 use tiers::ssd::{
     Backend, DeviceEvent, EndedJob, FaultKind, LogConfig, LogRefusal, LogStats, Missing, OpenedDevice,
     SegmentLog, SsdDevice, Ticket,
@@ -257,13 +257,11 @@ impl Rig {
         self.wait("a free slot", |rig| !rig.free.is_empty());
         let slot = self.free.pop().unwrap();
         self.fill(number, bytes, slot);
+        let block = Leaving::copy(key(number), bytes);
         let has_room =
-            !self.makes_room || self.keeps(number) || self.log.make_room(0, bytes, self.dram.judge());
-        let taken = if has_room {
-            self.log.write_block(key(number), NAMESPACE, bytes, slot)
-        } else {
-            Err(LogRefusal::Busy)
-        };
+            !self.makes_room || self.keeps(number) || self.log.make_room(&block, self.dram.judge());
+        let taken =
+            if has_room { self.log.write_block(&block, NAMESPACE, slot) } else { Err(LogRefusal::Busy) };
         match taken {
             Ok(_) => drop(self.writing.insert(slot.generation, number)),
             Err(_) => self.free.push(slot),

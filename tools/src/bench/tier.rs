@@ -9,6 +9,7 @@ use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
 use shm_protocol::pool::{SEGMENT_ALIGN, SlotRef};
 use shm_protocol::random::Random;
 use shm_protocol::region::Region;
+use tiers::dram::Leaving;
 use tiers::ssd::{
     Backend, DeviceEvent, EndedJob, LogConfig, LogRefusal, OpenedDevice, SegmentLog, SsdDevice,
 };
@@ -156,7 +157,8 @@ impl BenchTier {
     /// Writes blocks with numbers from `first` on.
     pub fn write_blocks(&mut self, load: TierLoad, first: u64) -> Result<Times, BenchError> {
         self.run_load(load, |log, number, slot| {
-            match log.write_block(make_key(first + number), NAMESPACE, load.block_bytes, slot) {
+            match log.write_block(&Leaving::copy(make_key(first + number), load.block_bytes), NAMESPACE, slot)
+            {
                 Ok(_) => Ok(true),
                 Err(LogRefusal::Busy) => Ok(false),
                 Err(refused) => {

@@ -22,13 +22,6 @@ const AHEAD_PART: u64 = 32;
 /// Limit of blocks of one size written ahead: looking for them takes 0.3 ms.
 const AHEAD_MAX: usize = 4096;
 
-/// A block to be written.
-#[derive(Debug)]
-pub(super) struct Unwritten {
-    key: BlockKey,
-    bytes: u64,
-}
-
 /// The result of a try to write the next block of a queue.
 enum NextWrite {
     /// It was begun, or is not to be written.
@@ -61,7 +54,7 @@ impl Ssd {
             return;
         }
         self.queued.insert(key);
-        self.queue.push_back(Unwritten { key, bytes });
+        self.queue.push_back(Leaving::copy(key, bytes));
     }
 
     /// Hands the log as many blocks as it has room for.
@@ -72,18 +65,18 @@ impl Ssd {
                 return;
             }
             if let Some(block) = self.leaving.front().copied() {
-                match self.write_block(&block.key, block.bytes, dram) {
+                match self.write_block(&block, dram) {
                     NextWrite::Over => drop(self.leaving.pop_front()),
                     NextWrite::Later => self.full = true,
                 }
                 continue;
             }
-            let Some(&Unwritten { key, bytes }) = self.queue.front() else { return };
-            let fits = self.log.has_room_for_copy(key.namespace, bytes);
-            match if fits { self.write_block(&key, bytes, dram) } else { NextWrite::Over } {
+            let Some(block) = self.queue.front().copied() else { return };
+            let fits = self.log.has_room_for_copy(block.key.namespace, block.bytes);
+            match if fits { self.write_block(&block, dram) } else { NextWrite::Over } {
                 NextWrite::Over => {
                     self.queue.pop_front();
-                    self.queued.remove(&key);
+                    self.queued.remove(&block.key);
                 }
                 NextWrite::Later => self.full = true,
             }
@@ -103,8 +96,9 @@ impl Ssd {
         self.leaving = leaving.into_iter().filter(admitted).collect();
     }
 
-    /// Begins to write a block, unless a disk keeps it.
-    fn write_block(&mut self, key: &BlockKey, bytes: u64, dram: &mut Dram) -> NextWrite {
+    /// Begins to write a block, unless a disk has room for it already or for more useful blocks alone.
+    fn write_block(&mut self, block: &Leaving, dram: &mut Dram) -> NextWrite {
+        let key = &block.key;
         // A namespace beyond the limit has no number.
         let Some(digest) = self.log.namespace_digest(key.namespace) else { return NextWrite::Over };
         if self.log.came(key) {
@@ -114,8 +108,8 @@ impl Ssd {
             self.stats.dropped_evicted += 1;
             return NextWrite::Over;
         };
-        let written = match self.log.make_room(key.namespace, bytes, dram.judge()) {
-            true => self.log.write_block(*key, digest, bytes, slot),
+        let written = match self.log.make_room(block, dram.judge()) {
+            true => self.log.write_block(block, digest, slot),
             false => Err(LogRefusal::Present),
         };
         match written {

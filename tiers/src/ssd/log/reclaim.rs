@@ -3,6 +3,7 @@
 
 use shm_protocol::key::{BlockKey, NamespaceDigest};
 
+use super::streams::WriteStream;
 use super::table::EntryState;
 use super::{BATCH, Errand, SegmentLog};
 use crate::index::KeyPrint;
@@ -28,15 +29,16 @@ impl SegmentLog {
             let entry = self.table.get(id);
             let is_here = usize::from(entry.device) == device
                 && entry.segment == number
-                && entry.state == EntryState::Kept;
+                && matches!(entry.state, EntryState::Kept | EntryState::Evicted);
             if !is_here {
                 segment.blocks.pop();
                 continue;
             }
             let units = volume.units(entry.bytes);
-            let wanted = !self.retired.contains(&entry.key.namespace);
+            let wanted = entry.state == EntryState::Kept && !self.retired.contains(&entry.key.namespace);
             if wanted && volume.moved_units + units <= volume.moved_units_max() {
-                let room = volume.moves < MOVES_MAX && volume.has_room(units, &mut self.wanted);
+                let room =
+                    volume.moves < MOVES_MAX && volume.has_room(WriteStream::Moved, units, &mut self.wanted);
                 let soon = volume.moves > 0 || volume.awaits_next();
                 self.issue_wanted(device);
                 if room {
@@ -63,7 +65,7 @@ impl SegmentLog {
         let volume = &mut self.volumes[device];
         volume.moved_units += units;
         volume.moves += 1;
-        let to = volume.take_place(units);
+        let to = volume.take_place(WriteStream::Moved, units);
         let to_sequence = volume.segment(to.segment).sequence;
         let source = volume.segment(from.segment);
         source.reads += 1;

@@ -20,6 +20,8 @@ pub(super) enum EntryState {
     Kept,
     /// The block is on the device, and on its way to another place there.
     Moving,
+    /// The block has given its room up, and is in no list. It can be found until its segment is reclaimed.
+    Evicted,
 }
 
 #[derive(Clone, Debug)]
@@ -36,6 +38,20 @@ pub(super) struct LogEntry {
 }
 
 const _: () = assert!(size_of::<LogEntry>() <= 64);
+
+// === impl EntryState ===
+
+impl EntryState {
+    /// True if the block can be found.
+    pub(super) fn is_found(self) -> bool {
+        self.is_listed() || self == Self::Evicted
+    }
+
+    /// True if the block is in a list of the order of eviction.
+    pub(super) fn is_listed(self) -> bool {
+        matches!(self, Self::Kept | Self::Moving)
+    }
+}
 
 #[derive(Debug, Default)]
 pub(super) struct EntryTable {

@@ -6,6 +6,7 @@ use super::DeviceStats;
 use super::breaker::DeviceBreaker;
 use super::distrusts::Distrusts;
 use super::pace::ReadPace;
+use super::streams::{STREAMS, WriteStream};
 use crate::ssd::format::{self, HEADER_UNITS};
 use crate::ssd::{DeviceGeometry, DevicePlace, DeviceWork};
 
@@ -13,7 +14,9 @@ use crate::ssd::{DeviceGeometry, DevicePlace, DeviceWork};
 const FREE_PART: u32 = 16;
 const FREE_MAX: u32 = 4;
 /// The part of the room for blocks: the more of it is used, the more reclamation moves.
-const USED_PART: (u64, u64) = (4, 5);
+const USED_PART: (u64, u64) = (19, 20);
+/// A log of fewer segments has one stream: open segments would take too much of it.
+pub(super) const STREAMED_MIN: u32 = 32;
 /// The part of a segment's units that must be gone for its reclamation to move the others. Each reclamation
 /// gains that part once, so at most seven bytes move for each byte written. A segment's end too short for a
 /// block is no gain.
@@ -27,7 +30,7 @@ pub(super) enum SegmentUse {
     Free,
     /// Its header is written or being written: the next blocks go into it.
     Next,
-    /// New blocks go into it.
+    /// New blocks of its stream go into it.
     Open,
     /// Full; its last writes, then its footer, are on their way.
     Closing,
@@ -49,7 +52,7 @@ pub(super) struct VolumeSegment {
     writes: u32,
     /// Entries given a place in it; some are elsewhere by now, or vacant.
     pub(super) blocks: Vec<u32>,
-    /// Units of the blocks that lie in it.
+    /// Units of the blocks that lie in it and have room.
     live: u32,
     /// True if it may hold unreadable blocks of earlier lives.
     unread: bool,
@@ -63,7 +66,8 @@ pub(super) struct Volume {
     free: VecDeque<u32>,
     /// Segments with blocks, by sequence; closing ones come last.
     full: VecDeque<u32>,
-    open: Option<u32>,
+    /// The open segment of each stream.
+    open: [Option<u32>; STREAMS],
     /// The next segment, and true once its header is written.
     next: Option<(u32, bool)>,
     pub(super) reclaiming: Option<u32>,
@@ -95,7 +99,7 @@ impl Volume {
             segments: vec![VolumeSegment::default(); geometry.segments as usize],
             free: VecDeque::new(),
             full: VecDeque::new(),
-            open: None,
+            open: [None; STREAMS],
             next: None,
             reclaiming: None,
             moved_units: 0,
@@ -156,14 +160,25 @@ impl Volume {
         segment.units + units + footer <= self.segment_units
     }
 
-    /// True if there is a place of so many units now. Opens the next segment if necessary, and begins another
+    /// Returns the number of streams.
+    fn streams(&self) -> usize {
+        if self.stats.segments < STREAMED_MIN { 1 } else { STREAMS }
+    }
+
+    /// Returns the place of a stream's open segment.
+    fn place_of(&self, stream: WriteStream) -> usize {
+        (stream as usize).min(self.streams() - 1)
+    }
+
+    /// True if a stream has a place of so many units now. Opens the next segment if necessary, and begins another
     /// one.
-    pub(super) fn has_room(&mut self, units: u32, out: &mut Vec<DeviceWork>) -> bool {
-        if self.open.is_none_or(|open| !self.fits(open, units))
+    pub(super) fn has_room(&mut self, stream: WriteStream, units: u32, out: &mut Vec<DeviceWork>) -> bool {
+        let stream = self.place_of(stream);
+        if self.open[stream].is_none_or(|open| !self.fits(open, units))
             && let Some((next, true)) = self.next
         {
             self.next = None;
-            if let Some(open) = self.open.replace(next) {
+            if let Some(open) = self.open[stream].replace(next) {
                 self.segment(open).used_for = SegmentUse::Closing;
                 self.full.push_back(open);
                 self.seal_if_over(open, out);
@@ -171,13 +186,13 @@ impl Volume {
             self.segment(next).used_for = SegmentUse::Open;
         }
         self.begin_next(out);
-        self.open.is_some_and(|open| self.fits(open, units))
+        self.open[stream].is_some_and(|open| self.fits(open, units))
     }
 
-    /// True if the next segment is reserved for moves of a reclamation, and the open one is too full for a
-    /// block of so many units.
-    pub(super) fn spares_next(&self, units: u32) -> bool {
-        let fits = self.open.is_some_and(|open| self.fits(open, units));
+    /// True if the next segment is reserved for moves of a reclamation, and the stream's open one is too full for
+    /// a block of so many units.
+    pub(super) fn spares_next(&self, stream: WriteStream, units: u32) -> bool {
+        let fits = self.open[self.place_of(stream)].is_some_and(|open| self.fits(open, units));
         self.reclaiming.is_some() && self.free.is_empty() && !fits
     }
 
@@ -214,8 +229,8 @@ impl Volume {
     }
 
     /// Gives out an existing place.
-    pub(super) fn take_place(&mut self, units: u32) -> DevicePlace {
-        let number = self.open.expect("asked before");
+    pub(super) fn take_place(&mut self, stream: WriteStream, units: u32) -> DevicePlace {
+        let number = self.open[self.place_of(stream)].expect("asked before");
         let segment = self.segment(number);
         let place = DevicePlace { segment: number, unit: segment.units };
         segment.units += units;
@@ -281,9 +296,10 @@ impl Volume {
         (self.stats.segments / FREE_PART).clamp(1, FREE_MAX)
     }
 
-    /// Returns the most units of blocks: those of segments except the next and the free ones.
+    /// Returns the most units of blocks with room: those of segments except the free ones, the next one and, of
+    /// several streams, the open ones but one.
     pub(super) fn units_max(&self) -> u64 {
-        let segments = self.stats.segments.saturating_sub(1 + self.free_min()).max(1);
+        let segments = self.stats.segments.saturating_sub(self.streams() as u32 + self.free_min()).max(1);
         u64::from(segments) * u64::from(self.segment_units) * USED_PART.0 / USED_PART.1
     }
 
@@ -299,7 +315,12 @@ impl Volume {
         segment.live += units;
     }
 
-    /// Counts a block that left a segment.
+    /// Counts a block of a segment that has room again.
+    pub(super) fn settle(&mut self, segment: u32, units: u32) {
+        self.segment(segment).live += units;
+    }
+
+    /// Counts a block that left a segment or gave its room up.
     pub(super) fn unsettle(&mut self, segment: u32, units: u32) {
         self.segment(segment).live -= units;
     }
@@ -308,7 +329,7 @@ impl Volume {
     pub(super) fn reclaimed(&mut self) {
         let Some(number) = self.reclaiming else { return };
         let segment = self.segment(number);
-        if segment.live == 0 && segment.reads == 0 {
+        if segment.blocks.is_empty() && segment.live == 0 && segment.reads == 0 {
             segment.blocks = Vec::new();
             segment.used_for = SegmentUse::Free;
             self.free.push_back(number);

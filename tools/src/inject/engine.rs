@@ -1,11 +1,12 @@
 //! vLLM's container: the signs of it, and the connector on its command line.
 
+use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::lists::{Lists, extend_list};
 use super::yaml::Node;
-use super::{CopySide, INJECT, InjectOptions};
+use super::{CopySide, INJECT, InjectOptions, KvRole};
 
 const CONNECTOR: &str = "PillionConnector";
 const OPTION: &str = "--kv-transfer-config";
@@ -69,19 +70,37 @@ pub(super) fn runs_vllm(container: &Node) -> bool {
 
 /// The container's options that keep Pillion out, with their remedies.
 pub(super) fn stays_out(container: &Node) -> Vec<String> {
-    let line = words(container).join(" ").replace('_', "-");
-    let stated: Vec<&str> =
-        line.split([' ', '\t', '\n', '\\', '"', '\'']).filter(|word| !word.is_empty()).collect();
-    let found = STAYS_OUT.iter().filter(|(option, _)| {
-        stated.iter().enumerate().any(|(place, word)| {
-            let value = word.strip_prefix(option).and_then(|rest| match rest {
-                "" => Some(stated.get(place + 1).copied().unwrap_or_default()),
-                rest => rest.strip_prefix('='),
-            });
-            value.is_some_and(|value| value != "1")
-        })
-    });
+    let stated = list_options(&words(container).join(" "));
+    let found =
+        STAYS_OUT.iter().filter(|(option, _)| option_values(&stated, option).any(|value| value != "1"));
     found.map(|(option, remedy)| format!("Pillion stays out beside {option}: {remedy}")).collect()
+}
+
+/// The words of a command line, with `-` for `_` as vLLM reads its options.
+pub(super) fn list_options(line: &str) -> Vec<String> {
+    let words = line.split([' ', '\t', '\n', '\\', '"', '\'']).filter(|word| !word.is_empty());
+    words.map(|word| word.replace('_', "-")).collect()
+}
+
+/// The values of an option; the next word, or nothing, if it has none of its own.
+pub(super) fn option_values<'a>(stated: &'a [String], option: &'a str) -> impl Iterator<Item = &'a str> {
+    stated.iter().enumerate().filter_map(move |(place, word)| match word.strip_prefix(option)? {
+        "" => Some(stated.get(place + 1).map_or("", String::as_str)),
+        rest => rest.strip_prefix('='),
+    })
+}
+
+/// The role of a connector on the command line; `None`: `pillion inject` adds it. Fails if it is unknown.
+pub(super) fn stated_role(container: &Node) -> Result<Option<KvRole>, String> {
+    let words = words(container);
+    if !matches!(configured(&words)?, Configured::Pillion) {
+        return Ok(None);
+    }
+    let named = |role: &KvRole| words.iter().any(|word| word.contains(role.name()));
+    match &KvRole::value_variants().iter().copied().filter(named).collect::<Vec<_>>()[..] {
+        [role] => Ok(Some(*role)),
+        _ => Err("its connectors have no kv_role, or several".to_owned()),
+    }
 }
 
 /// Puts the connector on the command line, if it is not there.
@@ -162,7 +181,7 @@ fn substitute(container: &mut Node, old: &str, new: &str) -> Result<(), String> 
 }
 
 /// The texts of the command line, in order, without comments of scripts.
-fn words(container: &Node) -> Vec<String> {
+pub(super) fn words(container: &Node) -> Vec<String> {
     let lists = ["command", "args"].map(|key| container.items_of(key));
     lists.into_iter().flatten().filter_map(|item| item.scalar_text().map(uncommented)).collect()
 }
@@ -315,12 +334,12 @@ fn program(words: &[String]) -> Option<usize> {
 }
 
 /// Returns true if a word is itself a command line for a shell.
-fn is_script(text: &str) -> bool {
+pub(super) fn is_script(text: &str) -> bool {
     text.trim().contains(char::is_whitespace) && !places(text).is_empty()
 }
 
 /// The ends of all names of vLLM's server in a script, in order: whole words outside of comments.
-fn places(text: &str) -> Vec<usize> {
+pub(super) fn places(text: &str) -> Vec<usize> {
     let text = uncommented(text);
     let ends = |end: usize| {
         text[end..].chars().next().is_none_or(|next| next.is_whitespace() || "\\\"';&|".contains(next))

@@ -358,8 +358,8 @@ class Engine:
     def hint(self, tokens: Sequence[int], action: str, seconds: int | None = None) -> str:
         """Carries a hint out for the kept blocks of these tokens; it is no use of them. Returns "done", "clipped" or "missing".
 
-        docs/hints.md has the actions and outcomes. `seconds` is for retain and pin, by default 300. Raises `EngineError` for any
-        other action, and for a time that the action does not have."""
+        docs/hints.md has the actions and outcomes. `seconds` is for retain and pin, by default 300. Raises `EngineError` for
+        another action, and for a time that the action does not have."""
         try:
             outcome = self.blocking.hint_tokens(list(tokens), action, seconds)
         except _shim.ShimError as error:

@@ -322,9 +322,9 @@ fn routers_of_the_mesh_find_the_engine_by_its_port_and_role() {
 #[test]
 fn an_engine_that_routers_cannot_find_is_told_of_with_the_option_to_pass() {
     for (lines, reason) in [
-        ("args: [--port=$(PORT)]", "no number in --port"),
-        ("args: [--config=a.yaml]", "no number in --port"),
-        ("ports: [{containerPort: 8100}, {containerPort: 8200}]", "nor its only containerPort"),
+        ("args: [--port=$(PORT)]", "--port has no number"),
+        ("args: [--config=a.yaml]", "--port has no number"),
+        ("ports: [{containerPort: 8100}, {containerPort: 8200}]", "no single containerPort"),
         ("args: [--uds=/run/vllm.sock]", "a Unix socket"),
         ("args: [--host, 127.0.0.1]", "--host 127.0.0.1"),
         ("args: [--ssl-certfile=/tls.crt, --ssl-keyfile=/tls.key]", "--ssl-certfile"),

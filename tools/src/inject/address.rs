@@ -1,6 +1,6 @@
 //! The URL by which other pods reach the engine, for routers of the mesh.
 
-use super::engine::{is_script, list_options, option_values, places, stated_role, words};
+use super::engine::{find_servers, is_script, list_options, list_words, option_values, stated_role};
 use super::yaml::Node;
 use super::{InjectOptions, KvRole};
 
@@ -35,12 +35,12 @@ pub(super) fn find_engine_url(container: &Node, options: &InjectOptions) -> Resu
 /// The words of vLLM's options; in a script those of its only server.
 fn served_options(container: &Node) -> Result<Vec<String>, String> {
     let mut found = Vec::new();
-    for word in words(container) {
+    for word in list_words(container) {
         if !is_script(&word) {
             found.extend(list_options(&word));
             continue;
         }
-        let [place] = places(&word)[..] else {
+        let [place] = find_servers(&word)[..] else {
             return Err("its script starts several servers".to_owned());
         };
         let command = word[place..].replace("\\\n", " ");
@@ -64,6 +64,9 @@ fn find_port(container: &Node, stated: &[String]) -> Result<u16, String> {
         ([_] | [], [port]) => Ok(*port),
         ([], []) if !is_open => Ok(PORT_DEFAULT),
         ([], several) if !is_open && several.contains(&PORT_DEFAULT) => Ok(PORT_DEFAULT),
-        _ => Err("its port is no number in --port, nor its only containerPort".to_owned()),
+        _ => {
+            Err("its port is unknown: --port has no number, and the container no single containerPort"
+                .to_owned())
+        }
     }
 }

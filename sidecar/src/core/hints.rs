@@ -4,7 +4,6 @@
 //! kept blocks, [`super::sources`] those of blocks on their way.
 
 use std::cell::OnceCell;
-use std::collections::HashSet;
 
 use shm_protocol::hints::{Advice, HintAction};
 use shm_protocol::key::BlockHash;
@@ -22,8 +21,8 @@ const PARTS: u64 = 2;
 pub(super) struct AdviceProgress {
     /// The outcome so far.
     pub(super) found: HintedCounts,
-    /// Keys of the engine's unfinished saves at the first missing block.
-    pub(super) saved: OnceCell<HashSet<BlockHash>>,
+    /// The first words of the keys of the engine's unfinished saves, at the first missing block.
+    pub(super) saved: OnceCell<Vec<u64>>,
 }
 
 /// Carries advice on the next part of a chain out. Blocks `coming` from saves are kept once they are there.

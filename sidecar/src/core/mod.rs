@@ -319,7 +319,7 @@ impl Core {
             RingRequest::Advice(part) if self.base.engines.has_scheduler(session) => {
                 let Self { base, queries, transfers, .. } = self;
                 transfers.see(session, part.advise.op);
-                queries.advise(session, &part, || transfers.saved_keys(session), base)
+                queries.advise(session, &part, || transfers.saved_words(session), base)
             }
             // The session was closed by an earlier message of this turn.
             _ => Ok(()),

@@ -15,7 +15,7 @@ mod streams;
 mod waits;
 mod windows;
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use mesh::directory::Credit;
@@ -315,12 +315,12 @@ impl Queries {
     }
 
     /// A part of an ADVISE: keeps, lets go or fetches blocks, by a hint. Blocks of a request are let go at its end, since that
-    /// is a use of them. `saved_keys` returns the keys of this scheduler's unfinished saves.
+    /// is a use of them. `saved_words` returns the sorted first words of the keys of this scheduler's unfinished saves.
     pub(super) fn advise(
         &mut self,
         session: SessionId,
         &AdvicePart { advise, is_last }: &AdvicePart,
-        saved_keys: impl Fn() -> HashSet<BlockHash>,
+        saved_words: impl Fn() -> Vec<u64>,
         base: &mut Base,
     ) -> Result<(), Violation> {
         let Advise { op, keys: LogKeys { log: number, from, count }, advice, alone } = advise;
@@ -333,7 +333,9 @@ impl Queries {
         log.is_alone |= alone;
         let keys = log.some(from, count).to_vec();
         let binding = base.engines[session].binding().filter(|_| !base.cx.draining);
-        let is_saved = |hash: &BlockHash| saved.get_or_init(&saved_keys).contains(hash);
+        // Another block with such a first word is awaited without effect.
+        let is_saved =
+            |hash: &BlockHash| saved.get_or_init(&saved_words).binary_search(&hash.words()[0]).is_ok();
         match binding {
             None => found.missing += u64::from(count),
             Some(binding) if advice == Advice::Demote && !alone => {

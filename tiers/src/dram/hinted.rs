@@ -9,7 +9,7 @@
 //! - a holder short of its share without a free slot gets one of the others' blocks.
 
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::ops::AddAssign;
 
 use shm_protocol::key::{BlockHash, BlockKey, GROUP};
@@ -99,7 +99,8 @@ struct HolderHints {
 #[derive(Debug, Default)]
 pub(super) struct HintedBlocks {
     holders: BTreeMap<HolderId, HolderHints>,
-    coming: HashMap<BlockKey, ComingBlock>,
+    /// Blocks awaited from saves, in a tree for the same reason.
+    coming: BTreeMap<BlockKey, ComingBlock>,
 }
 
 // === impl HintedCounts ===

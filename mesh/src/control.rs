@@ -231,8 +231,6 @@ impl ControlConfig {
             Members::Static(peers) if peers.len() > MEMBERS_MAX => Err(MeshError::Listed(peers.len())),
             Members::Static(peers) => peers.iter().try_for_each(|peer| dial::check_address(peer)),
             #[cfg(feature = "etcd")]
-            Members::Etcd(_) if self.observes() => Err(MeshError::Observer),
-            #[cfg(feature = "etcd")]
             Members::Etcd(etcd) => etcd.check_endpoints(),
         }
     }

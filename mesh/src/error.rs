@@ -54,9 +54,6 @@ pub enum MeshError {
     /// More peers are listed than can be followed.
     #[error("{0} peers are listed, of at most {max}: use etcd, or a mesh for each part", max = crate::control::MEMBERS_MAX)]
     Listed(usize),
-    /// An observer does not register, and finds members by names alone.
-    #[error("an observer cannot find members in etcd: list their names")]
-    Observer,
     #[error("cannot {doing} for the mesh: {source}")]
     Os { doing: &'static str, source: io::Error },
 }

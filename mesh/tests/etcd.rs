@@ -176,6 +176,48 @@ fn nodes_that_are_registered_follow_each_other_and_who_ends_is_left_at_once() {
     one.seen(|seen| assert!(seen.members.is_empty()));
 }
 
+/// Keys of a mesh, and leases.
+async fn keys_and_leases(
+    client: &mut Client,
+    mesh: &str,
+) -> Result<(Vec<String>, usize), etcd_client::Error> {
+    let options = etcd_client::GetOptions::new().with_prefix().with_keys_only();
+    let keys = client.get(format!("/pillion/{mesh}/"), Some(options)).await?;
+    let keys = keys.kvs().iter().map(|key| key.key_str().unwrap().to_owned()).collect();
+    Ok((keys, client.leases().await?.leases().len()))
+}
+
+#[test]
+fn an_observer_finds_members_in_etcd_and_registers_nothing() {
+    let server = Server::start();
+    let one = server.plan("one", LONG_TTL).start();
+    one.publish(added(0..10));
+    let proxy = Proxy::start(server.address, Troubles::default());
+    let observing = Plan { observes: true, limits: brisk(), ..server.plan("router", TTL) };
+    let router = behind(&proxy, observing, TTL).start();
+    let number = sees(&router, &one, 1, 0..10);
+    assert_eq!(router.ask().len(), 1, "the member answers it");
+    let mut two = server.plan("two", LONG_TTL).start();
+    two.publish(added(100..110));
+    let of_two = sees(&router, &two, 1, 100..110);
+    let found = server.operate(async |mut client| keys_and_leases(&mut client, "test").await);
+    assert_eq!(found, (vec!["/pillion/test/nodes/one".into(), "/pillion/test/nodes/two".into()], 2));
+    for member in [&one, &two] {
+        member.seen(|seen| assert_eq!(seen.members.len(), 1, "the router is no member"));
+    }
+    two.stop();
+    assert_eq!(router.left(of_two), Parting::Unregistered);
+    // It notices the silence of etcd, keeps its members, and then finds new ones.
+    cut_off(&proxy);
+    router.noted("the last known members stay in use");
+    let three = server.plan("three", LONG_TTL).start();
+    one.publish(added(10..20));
+    router.keeps(number, 10..20, 900_000..901_000);
+    heal(&proxy);
+    router.joined(three.name.as_str(), 1);
+    router.seen(|seen| assert!(seen.members.contains_key(&number)));
+}
+
 #[test]
 fn a_node_that_does_not_renew_its_lease_is_fenced_and_comes_back_as_another_member() {
     let server = Server::start();
@@ -387,6 +429,12 @@ fn a_user_with_a_password_is_signed_in() {
         client.role_grant_permission("mesh", nodes).await?;
         client.user_add("sidecar", "right", None).await?;
         client.user_grant_role("sidecar", "mesh").await?;
+        // A router only reads.
+        client.role_add("reader").await?;
+        let reads = etcd_client::Permission::read("/pillion/test/nodes/").with_prefix();
+        client.role_grant_permission("reader", reads).await?;
+        client.user_add("router", "right", None).await?;
+        client.user_grant_role("router", "reader").await?;
         client.auth_enable().await
     });
     let folder = Folder::new();
@@ -395,12 +443,15 @@ fn a_user_with_a_password_is_signed_in() {
         std::fs::write(&path, text).unwrap();
         path
     };
-    let plan = |name, password: PathBuf| {
-        let user = Some(("sidecar".to_owned(), password));
+    let signed = |user: &str, name, password: PathBuf| {
+        let user = Some((user.to_owned(), password));
         let members = Members::Etcd(Etcd { user, ..server.etcd(LONG_TTL) });
         Plan { members, ..server.plan(name, LONG_TTL) }
     };
+    let plan = |name, password| signed("sidecar", name, password);
     let one = plan("one", file("right", "right\n")).start();
+    let router = Plan { observes: true, ..signed("router", "router", file("reads", "right")) }.start();
+    router.joined("one", 1);
     let two = plan("two", file("wrong", "wrong")).start();
     two.noted("authentication failed");
     let nobody = server.plan("nobody", LONG_TTL).start();

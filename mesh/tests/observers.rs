@@ -7,6 +7,8 @@ use mesh::control::wire::namespaces::NamespacesRequest;
 use mesh::control::wire::{FollowRequest, Said, VERSION};
 use mesh::control::{Members, OBSERVERS_MAX};
 use mesh::refusals::Reason;
+use mesh::tls::Security;
+use rig::certificates::{Authority, Folder, NAME};
 use rig::crew::{Crew, Plan, added, address};
 use tonic::Code;
 use tonic::transport::Channel;
@@ -42,6 +44,45 @@ fn an_observer_knows_members_their_blocks_and_engines_and_is_no_member() {
     one.publish(added(100..110));
     for router in &routers {
         router.keeps(router.joined("one", 1), 100..110, 900..1000);
+    }
+}
+
+#[test]
+fn an_observer_needs_a_certificate_of_the_mesh() {
+    let (ca, strange) = (Authority::new(), Authority::new());
+    let all = [address(), address()];
+    let good = Folder::with(&ca, &ca, NAME, 2099);
+    let with = |files: &Folder| Security::Tls(files.tls());
+    let engines = vec!["http://10.0.0.1:8000=both".parse().unwrap()];
+    let member = |name, at: usize| Plan { security: with(&good), ..Plan::listing(name, all[at], &all) };
+    let one = Plan { engines: engines.clone(), ..member("one", 0) }.start();
+    let two = member("two", 1).start();
+    one.publish(added(0..100));
+    let observing =
+        |name, security| Plan { observes: true, security, ..Plan::listing(name, address(), &all) };
+    // A certificate of another authority, an expired one, trust in another authority, and none.
+    let bad = [(&strange, &ca, 2099), (&ca, &ca, 2021), (&ca, &strange, 2099)]
+        .map(|(by, trusted, year)| Folder::with(by, trusted, NAME, year));
+    let others: Vec<Crew> = bad.iter().map(|files| observing("other", with(files)).start()).collect();
+    let plain = observing("plain", Security::Plaintext).start();
+    let files = Folder::with(&ca, &ca, "router", 2021);
+    let router = observing("router", with(&files)).start();
+    for refused in others.iter().chain([&plain, &router]) {
+        refused.wait("a note of each member", |seen| (seen.notes.len() >= 2).then_some(()));
+        refused.seen(|seen| assert!(seen.members.is_empty()));
+    }
+    one.refused(Reason::Certificate, 4);
+    // New files are used without a restart. A router may have a name of its own.
+    files.write(&ca, &ca, "router", 2099);
+    let number = router.joined("one", 1);
+    router.keeps(number, 0..100, 900..1000);
+    router.joined("two", 1);
+    router.seen(|seen| assert_eq!(seen.members[&number].engines, engines));
+    assert_eq!(router.ask().len(), 2, "members answer it");
+    one.publish(added(100..110));
+    router.keeps(number, 100..110, 900..1000);
+    for member in [&one, &two] {
+        member.seen(|seen| assert_eq!(seen.members.len(), 1, "no router is a member"));
     }
 }
 

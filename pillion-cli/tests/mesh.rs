@@ -1,6 +1,8 @@
 //! Pods with shared blocks: real sidecars over loopback, every served byte compared.
 
 mod client;
+#[path = "mesh/routers.rs"]
+mod routers;
 #[path = "mesh/score.rs"]
 mod score;
 #[path = "mesh/starts.rs"]
@@ -52,14 +54,18 @@ struct Authority {
     issuer: Issuer<'static, KeyPair>,
 }
 
-static AUTHORITY: LazyLock<Authority> = LazyLock::new(|| {
-    let mut params = CertificateParams::default();
-    params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-    params.distinguished_name.push(DnType::CommonName, "mesh");
-    let key = KeyPair::generate().unwrap();
-    let pem = params.self_signed(&key).unwrap().pem();
-    Authority { pem, issuer: Issuer::new(params, key) }
-});
+static AUTHORITY: LazyLock<Authority> = LazyLock::new(Authority::new);
+
+impl Authority {
+    fn new() -> Self {
+        let mut params = CertificateParams::default();
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        params.distinguished_name.push(DnType::CommonName, "mesh");
+        let key = KeyPair::generate().unwrap();
+        let pem = params.self_signed(&key).unwrap().pem();
+        Self { pem, issuer: Issuer::new(params, key) }
+    }
+}
 
 impl Pod {
     fn new(name: &'static str) -> Self {

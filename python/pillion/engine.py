@@ -355,6 +355,18 @@ class Engine:
         self._log()
         return kept
 
+    def hint(self, tokens: Sequence[int], action: str, seconds: int | None = None) -> str:
+        """Carries a hint out for the kept blocks of these tokens; it is no use of them. Returns "done", "clipped" or "missing".
+
+        docs/hints.md has the actions and outcomes. `seconds` is for retain and pin, by default 300. Raises `EngineError` for
+        another action, and for a time that the action does not have."""
+        try:
+            outcome = self.blocking.hint_tokens(list(tokens), action, seconds)
+        except _shim.ShimError as error:
+            raise EngineError(str(error)) from None
+        self._log()
+        return outcome
+
     def close(self) -> None:
         """Leaves the sidecar."""
         self.blocking.disconnect()

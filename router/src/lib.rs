@@ -104,7 +104,7 @@ pub struct RouteOptions {
         long,
         env = "PILLION_PREFILL",
         value_delimiter = ',',
-        required_unless_present_any = ["engines", "mesh_peer"],
+        required_unless_present_any = ["engines", "mesh_peer", "etcd"],
         conflicts_with = "engines",
         value_name = "URL"
     )]
@@ -114,7 +114,7 @@ pub struct RouteOptions {
         long,
         env = "PILLION_DECODE",
         value_delimiter = ',',
-        required_unless_present_any = ["engines", "mesh_peer"],
+        required_unless_present_any = ["engines", "mesh_peer", "etcd"],
         conflicts_with = "engines",
         value_name = "URL"
     )]
@@ -238,8 +238,7 @@ struct Router {
 impl Router {
     fn new(options: RouteOptions) -> anyhow::Result<(Self, Option<Writer>)> {
         let tls = RouteTls::from_options(&options).map_err(anyhow::Error::msg)?;
-        let has_mesh = !options.follow.mesh_peer.is_empty();
-        let observer = has_mesh.then(|| Observer::new(tls.engines.is_some()));
+        let observer = options.follow.has_mesh().then(|| Observer::new(tls.engines.is_some()));
         let engines = |role| RouteEngines::new(role, tls.engines.clone());
         let (prefill, decode) = (engines(EngineRole::Prefill), engines(EngineRole::Decode));
         let (terms, token_bytes) = (TermsAsked::default(), TokenBytes::default());

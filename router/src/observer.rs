@@ -30,6 +30,32 @@ pub(super) struct FollowOptions {
     /// It also asks engines of --engine-url, and sends unknown conversations where their blocks lie.
     #[arg(long, env = "PILLION_MESH_PEER", value_delimiter = ',', value_name = "HOST:PORT")]
     pub(super) mesh_peer: Vec<String>,
+    /// Find the mesh's sidecars in etcd, as they do, instead of by --mesh-peer; repeat it for each of its members
+    ///
+    /// The router registers nothing there: its user needs only to read /pillion/NAME/nodes/ of its --mesh-name.
+    #[arg(
+        long,
+        env = "PILLION_ETCD",
+        value_delimiter = ',',
+        conflicts_with = "mesh_peer",
+        value_name = "URL"
+    )]
+    pub(super) etcd: Vec<String>,
+    /// CA certificates, in PEM, that etcd's certificate must be signed by
+    #[arg(long, env = "PILLION_ETCD_CA", requires = "etcd", value_name = "FILE")]
+    etcd_ca: Option<PathBuf>,
+    /// The router's certificate for etcd, in PEM; requires --etcd-key
+    #[arg(long, env = "PILLION_ETCD_CERT", requires_all = ["etcd", "etcd_key"], value_name = "FILE")]
+    etcd_cert: Option<PathBuf>,
+    /// Private key of --etcd-cert, in PEM
+    #[arg(long, env = "PILLION_ETCD_KEY", requires_all = ["etcd", "etcd_cert"], value_name = "FILE")]
+    etcd_key: Option<PathBuf>,
+    /// User name at etcd; requires --etcd-password-file
+    #[arg(long, env = "PILLION_ETCD_USER", requires_all = ["etcd", "etcd_password_file"], value_name = "NAME")]
+    etcd_user: Option<String>,
+    /// File with the password of --etcd-user
+    #[arg(long, env = "PILLION_ETCD_PASSWORD_FILE", requires_all = ["etcd", "etcd_user"], value_name = "FILE")]
+    etcd_password_file: Option<PathBuf>,
     /// Name of the mesh
     #[arg(long, env = "PILLION_MESH_NAME", default_value = control::MESH_DEFAULT, value_name = "NAME")]
     mesh_name: String,
@@ -66,23 +92,38 @@ pub(super) struct Observer {
 // === impl FollowOptions ===
 
 impl FollowOptions {
+    /// True if the router follows a mesh.
+    pub(super) fn has_mesh(&self) -> bool {
+        !self.mesh_peer.is_empty() || !self.etcd.is_empty()
+    }
+
     fn complete(&self) -> anyhow::Result<ControlConfig> {
-        let security = MeshOptions {
+        let mesh = MeshOptions {
             cert: self.mesh_cert.clone(),
             key: self.mesh_key.clone(),
             ca: self.mesh_ca.clone(),
             cert_name: self.mesh_cert_name.clone(),
             plaintext: Some(self.mesh_plaintext),
+            etcd: self.etcd.clone(),
+            etcd_ca: self.etcd_ca.clone(),
+            etcd_cert: self.etcd_cert.clone(),
+            etcd_key: self.etcd_key.clone(),
+            etcd_user: self.etcd_user.clone(),
+            etcd_password_file: self.etcd_password_file.clone(),
             ..MeshOptions::default()
         };
+        let security = mesh.security()?;
         let boot = BootId(draw_life());
         // A name of no pod, different for each router.
         let node = NodeId::new(format!("router-{:016x}", boot.0))?;
-        let members = Members::Static(self.mesh_peer.clone());
+        let members = match self.etcd.is_empty() {
+            true => Members::Static(self.mesh_peer.clone()),
+            false => mesh.registered()?,
+        };
         Ok(ControlConfig {
             mesh: self.mesh_name.clone(),
             directory_bytes: self.mesh_directory_size.as_bytes() as usize,
-            ..ControlConfig::observing((node, boot), members, security.security()?)
+            ..ControlConfig::observing((node, boot), members, security)
         })
     }
 }

@@ -271,6 +271,25 @@ def test_who_joins_a_namespace_of_which_nothing_is_kept_is_the_first(tmp_path: P
             ours.close()
 
 
+def test_hints_for_kept_blocks_say_how_they_ended(tmp_path: Path) -> None:
+    """A hint has the outcome of its blocks, and a wrong one is refused with its remedy."""
+    with sidecar.serving(tmp_path) as keeper, joined(keeper.socket, "e", namespace()) as ours:
+        assert ours.hint(PROMPT, "pin") == "missing"
+        assert saved(ours, 1) == BLOCKS
+        assert ours.hint(PROMPT, "pin", seconds=60) == "done"
+        keeper.wait_metric("pillion_hint_pinned_bytes", BLOCKS * ours.namespace.block_bytes)
+        assert [ours.hint(PROMPT, action) for action in ("retain", "demote", "prefetch")] == ["done"] * 3
+        assert ours.hint([*WHOLE, *WHOLE], "pin") == "missing", "its second half is nowhere"
+        for action, seconds, text in (
+            ("pin", 0, "pass 1 to 3600"),
+            ("demote", 5, "leave out seconds"),
+            ("keep", None, "pass one of"),
+        ):
+            with pytest.raises(EngineError, match=text):
+                ours.hint(PROMPT, action, seconds)
+        assert ours.kept(PROMPT) == BLOCKS, "nothing has gone"
+
+
 def test_nothing_of_a_prompt_outlives_the_eviction_of_its_namespace(tmp_path: Path) -> None:
     """A joining engine misses, and its saves are dropped until another engine has saved again."""
     unusual = [4_000_000_000 + token for token in WHOLE]

@@ -1,6 +1,7 @@
 //! `pillion inject`: manifests with engines in, the same with sidecars out, or without them again. An unchanged document keeps its
 //! bytes; a changed one is written in block style, without comments.
 
+mod address;
 mod engine;
 mod lists;
 mod pod;
@@ -172,6 +173,21 @@ impl InjectOptions {
         self.dram.expect("it is required where something is put in")
     }
 
+    /// Returns true if the sidecar is in a mesh.
+    fn has_mesh(&self) -> bool {
+        !self.peer.is_empty() || self.serves_with("--mesh-listen")
+    }
+
+    /// Returns true if the sidecar's URL of the engine is to be found: the owner states none.
+    fn announces_engine(&self) -> bool {
+        self.has_mesh() && !self.serves_with("--engine-url")
+    }
+
+    /// Returns true if the options of `pillion serve` have this one.
+    fn serves_with(&self, option: &str) -> bool {
+        self.serve.iter().any(|word| word.split('=').next() == Some(option))
+    }
+
     /// Returns true if an init container brings the connector into an image without it.
     fn brings_connector(&self) -> bool {
         self.engine_image.is_none() && !self.wheel_installed
@@ -300,7 +316,7 @@ fn checked(options: &InjectOptions) -> Result<(), InjectError> {
         return Err(InjectError::NoCertificates);
     }
     // Kubernetes puts the address there.
-    let arguments = sidecar::list_arguments(options, "0")
+    let arguments = sidecar::list_arguments(options, "0", None)
         .into_iter()
         .map(|argument| argument.replace("$(POD_IP)", "127.0.0.1"));
     let parsed = Serve::try_parse_from(arguments);
@@ -314,7 +330,8 @@ fn not_added(options: &InjectOptions) -> &'static str {
          deploy/kubernetes/copy-engine.yaml does"
     } else {
         "no NetworkPolicy and no headless Service of the peers was written: add both, and admit only Prometheus to port \
-         9440, and only the pods that share to 9441 and 9442, as deploy/kubernetes/mesh.yaml does"
+         9440, and only the pods that share to 9441 and 9442, as deploy/kubernetes/mesh.yaml does; routers that follow the mesh \
+         need 9441"
     }
 }
 

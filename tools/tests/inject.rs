@@ -269,6 +269,88 @@ fn options_beside_which_pillion_stays_out_are_told_of() {
     }
 }
 
+const IN_MESH: [&str; 2] = ["--peer=mesh:9441", "--mesh-plaintext"];
+
+/// The sidecar's URL of an engine with these lines, or the note in its place.
+fn announced(lines: &str, more: &[&str]) -> Result<String, String> {
+    let done = output(&engine(lines), &[&IN_MESH, more].concat()).unwrap();
+    let notes = done.notes.iter().filter(|note| note.contains("routers of the mesh")).cloned();
+    let urls: Vec<&str> = done.text.split("--engine-url=").skip(1).collect();
+    match &urls[..] {
+        [] => Err(notes.collect()),
+        [url] => {
+            assert_eq!(notes.count(), 0);
+            Ok(url.split(['\'', '\n']).next().unwrap().to_owned())
+        }
+        several => panic!("{several:?}"),
+    }
+}
+
+#[test]
+fn routers_of_the_mesh_find_the_engine_by_its_port_and_role() {
+    let script = |text: &str| format!("command: [sh, -c, '{text}']");
+    let ports = |ports: &[&str]| {
+        let port = |port: &&str| format!("- {{containerPort: {port}}}\n");
+        format!("ports:\n{}", ports.iter().map(port).collect::<String>())
+    };
+    for (lines, url) in [
+        (String::new(), "8000=both"),
+        ("args: [--model=a, --port=8080]".into(), "8080=both"),
+        ("args: [serve, a, --port, '8080', --host, 0.0.0.0]".into(), "8080=both"),
+        (script("exec vllm serve a --port 8080 --kv-cache-dtype auto"), "8080=both"),
+        (script("exec vllm serve a --port \"8080\""), "8080=both"),
+        (script("proxy --port 9000 & vllm serve a; sleep --port 7"), "8000=both"),
+        (ports(&["8100"]), "8100=both"),
+        (ports(&["8000", "5678"]), "8000=both"),
+        (format!("args: [--port=8200]\n{}", ports(&["8100"])), "8200=both"),
+        (format!("args: [--port=$(PORT)]\n{}", ports(&["8100"])), "8100=both"),
+        (format!("args: [--config=a.yaml]\n{}", ports(&["8100, protocol: UDP", "8300"])), "8300=both"),
+        ("args: [--config=a.yaml, --port=8400]".into(), "8400=both"),
+    ] {
+        assert_eq!(announced(&lines, &[]), Ok(format!("http://$(POD_IP):{url}")), "{lines}");
+    }
+    for (role, name) in [("kv_producer", "prefill"), ("kv_consumer", "decode"), ("kv_both", "both")] {
+        let url = Ok(format!("http://$(POD_IP):8000={name}"));
+        assert_eq!(announced("", &[&format!("--kv-role={role}")]), url);
+        let own = format!(
+            r#"args: ['--kv-transfer-config={{"kv_connector":"PillionConnector","kv_role":"{role}"}}']"#
+        );
+        assert_eq!(announced(&own, &[]), url, "the engine's own");
+    }
+}
+
+#[test]
+fn an_engine_that_routers_cannot_find_is_told_of_with_the_option_to_pass() {
+    for (lines, reason) in [
+        ("args: [--port=$(PORT)]", "--port has no number"),
+        ("args: [--config=a.yaml]", "--port has no number"),
+        ("ports: [{containerPort: 8100}, {containerPort: 8200}]", "no single containerPort"),
+        ("args: [--uds=/run/vllm.sock]", "a Unix socket"),
+        ("args: [--host, 127.0.0.1]", "--host 127.0.0.1"),
+        ("args: [--ssl-certfile=/tls.crt, --ssl-keyfile=/tls.key]", "--ssl-certfile"),
+        ("args: [--headless]", "--headless"),
+        ("command: [sh, -c, 'vllm serve a & vllm serve b']", "several servers"),
+        (r#"args: ['--kv-transfer-config={"kv_connector":"PillionConnector"}']"#, "no kv_role"),
+    ] {
+        let note = announced(lines, &[]).unwrap_err();
+        assert!(note.contains(reason) && note.contains("pass -- '--engine-url=http://"), "{lines}: {note}");
+        let stated = ["--", "--engine-url=https://engine.example:8000=both"];
+        assert_eq!(announced(lines, &stated), Ok("https://engine.example:8000=both".into()), "the owner's");
+    }
+}
+
+#[test]
+fn an_engine_is_announced_only_in_a_mesh() {
+    let alone = output(&engine("args: [--uds=/a]"), &[]).unwrap();
+    assert!(!alone.text.contains("--engine-url") && !alone.notes.concat().contains("routers"), "{alone:?}");
+    let by_etcd = ["--", "--mesh-listen=$(POD_IP):9441", "--etcd=https://etcd:2379", "--mesh-plaintext"];
+    let text = injected(&engine(""), &by_etcd).unwrap();
+    assert!(
+        text.contains("--engine-url=http://$(POD_IP):8000=both") && text.contains("status.podIP"),
+        "{text}"
+    );
+}
+
 #[test]
 fn every_kind_of_object_with_containers_is_understood() {
     let rollout = engine("").replace("Deployment", "Rollout");

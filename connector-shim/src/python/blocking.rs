@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use pyo3::prelude::*;
+use shm_protocol::hints::WrittenHint;
 
 use super::GuardedSession;
 use crate::blocking::{BlockMemory, BlockingEngine, CheckRate, EngineSetup, ProofStart, RequestId};
@@ -87,6 +88,21 @@ impl PyBlockingEngine {
 
     fn kept_blocks(&self, py: Python<'_>, tokens: Vec<u32>) -> PyResult<u32> {
         self.run_waiting(py, |engine| Ok(engine.kept_blocks(&tokens)))
+    }
+
+    /// Returns the outcome's name. Fails if the hint breaks the schema.
+    fn hint_tokens(
+        &self,
+        py: Python<'_>,
+        tokens: Vec<u32>,
+        action: String,
+        seconds: Option<u32>,
+    ) -> PyResult<&'static str> {
+        self.run_waiting(py, |engine| {
+            let hint = WrittenHint { action, seconds, tokens: None }.read_hint();
+            let hint = hint.map_err(|error| Failure::Argument(error.to_string()))?;
+            Ok(engine.hint_tokens(&tokens, hint).name())
+        })
     }
 
     /// Whether the engine has proven itself, and the request whose tokens are to be computed.

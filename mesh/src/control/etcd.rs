@@ -8,6 +8,8 @@
 //! A session is one connection to one endpoint. It lists the registrations and watches from that revision on.
 //! When it breaks, the last membership stays in use, and the next session lists again at the next endpoint:
 //! nothing depends on a history that etcd may have compacted.
+//!
+//! An observer registers nothing: it has no key and no lease, and only reads.
 
 mod cluster;
 
@@ -39,7 +41,7 @@ const VERSION: u32 = 1;
 const RECORD_BYTES_MAX: usize = 1024;
 /// etcd grants no shorter lease, and a longer one if its elections take longer.
 const TTL_MIN: Duration = Duration::from_secs(1);
-/// Renewals of a lease within its time to live.
+/// Renewals of a lease within its time to live; an observer reads as often.
 const RENEWALS: u32 = 3;
 
 /// The value of a node's key, in JSON.
@@ -59,7 +61,8 @@ struct EtcdSession {
     shared: Arc<ControlShared>,
     client: Client,
     prefix: String,
-    lease: i64,
+    /// `None` for an observer.
+    lease: Option<i64>,
     ttl: Duration,
     /// True once the key has the record of this life.
     registered: bool,
@@ -71,6 +74,9 @@ enum SessionEnd {
     Left,
     Broken(String),
 }
+
+/// The renewals of a lease, and their answers.
+type LeaseRenewal = (LeaseKeeper, LeaseKeepAliveStream);
 
 /// Keeps this node registered and its membership up to date, until `leaving` is notified.
 pub(super) async fn register_node(shared: Arc<ControlShared>, etcd: Etcd, leaving: Arc<Notify>) {
@@ -112,25 +118,34 @@ async fn session(
         Err(why) => return SessionEnd::Broken(why),
     };
     *up = Some(Instant::now());
+    let attended = async {
+        match renewal {
+            Some(renewal) => session.attend(renewal, watch).await,
+            None => session.observe(watch).await,
+        }
+    };
     tokio::select! {
-        Err(why) = session.attend(renewal, watch) => return SessionEnd::Broken(why),
+        Err(why) = attended => return SessionEnd::Broken(why),
         () = leaving.notified() => {}
     }
-    // The key ends with its lease, so the other nodes notice at once.
-    let _ = session.call("the end of the lease", session.client.lease_client().revoke(session.lease)).await;
+    if let Some(lease) = session.lease {
+        // The key ends with its lease, so the other nodes notice at once.
+        let _ = session.call("the end of the lease", session.client.lease_client().revoke(lease)).await;
+    }
     SessionEnd::Left
 }
 
 // === impl EtcdSession ===
 
 impl EtcdSession {
-    /// Opens a session: takes a lease, gives all registrations to the membership, and registers this node.
+    /// Opens a session: takes a lease, gives all registrations to the membership, and registers this node. An observer does
+    /// the second alone.
     async fn open_session(
         shared: &Arc<ControlShared>,
         etcd: &Etcd,
         endpoint: &str,
         known: &mut Option<i64>,
-    ) -> Result<(Self, (LeaseKeeper, LeaseKeepAliveStream), WatchStream), String> {
+    ) -> Result<(Self, Option<LeaseRenewal>, WatchStream), String> {
         let limits = &shared.config.limits;
         let (address, tls) = etcd.endpoint(endpoint).map_err(|error| error.to_string())?;
         let mut options = ConnectOptions::new().with_require_leader(true).with_auto_token_refresh(true);
@@ -144,11 +159,15 @@ impl EtcdSession {
         let prefix = format!("/pillion/{}/nodes/", shared.config.mesh);
         let (client, shared) = (client.await?, Arc::clone(shared));
         let mut session =
-            Self { shared, client, prefix, lease: 0, ttl: etcd.ttl.max(TTL_MIN), registered: false };
+            Self { shared, client, prefix, lease: None, ttl: etcd.ttl.max(TTL_MIN), registered: false };
+        if session.shared.config.observes() {
+            let watch = session.list_nodes().await?;
+            return Ok((session, None, watch));
+        }
         let renewal = session.take_lease(known).await?;
         let watch = session.list_nodes().await?;
         session.put_key().await?;
-        Ok((session, renewal, watch))
+        Ok((session, Some(renewal), watch))
     }
 
     /// Returns the answer of etcd, or an error after `limits.etcd`.
@@ -162,25 +181,22 @@ impl EtcdSession {
     }
 
     /// Keeps the lease of the previous session if it still lives; otherwise takes a new one.
-    async fn take_lease(
-        &mut self,
-        known: &mut Option<i64>,
-    ) -> Result<(LeaseKeeper, LeaseKeepAliveStream), String> {
+    async fn take_lease(&mut self, known: &mut Option<i64>) -> Result<LeaseRenewal, String> {
         let mut leases = self.client.lease_client();
         if let Some(lease) = *known
             && let Ok(renewal) = self.call("a lease", leases.keep_alive(lease)).await
         {
-            self.lease = lease;
+            self.lease = Some(lease);
             return Ok(renewal);
         }
         let granted = self.call("a lease", leases.grant(self.ttl.as_secs() as i64, None)).await?;
-        self.lease = granted.id();
-        *known = Some(self.lease);
-        self.call("a lease", leases.keep_alive(self.lease)).await
+        self.lease = Some(granted.id());
+        *known = self.lease;
+        self.call("a lease", leases.keep_alive(granted.id())).await
     }
 
     /// Gives all registrations to the membership, and watches for changes from then on.
-    async fn list_nodes(&mut self) -> Result<WatchStream, String> {
+    async fn list_nodes(&self) -> Result<WatchStream, String> {
         let options = GetOptions::new().with_prefix().with_limit(MEMBERS_MAX as i64 + 1);
         let mut keys = self.client.kv_client();
         let all = self.call("the list of nodes", keys.get(self.prefix.as_str(), Some(options))).await?;
@@ -250,9 +266,10 @@ impl EtcdSession {
 
     fn record(&self) -> TxnOp {
         let config = &self.shared.config;
-        let served = config.served.as_ref().expect("an observer finds no members in etcd");
+        let served = config.served.as_ref().expect("an observer registers nothing");
+        let lease = self.lease.expect("the key is written after the lease");
         let record = Record::to_json(config.boot, served.listen, &served.data);
-        TxnOp::put(self.own_key(), record, Some(PutOptions::new().with_lease(self.lease)))
+        TxnOp::put(self.own_key(), record, Some(PutOptions::new().with_lease(lease)))
     }
 
     /// The life named in a registration.
@@ -263,7 +280,7 @@ impl EtcdSession {
     /// Renews the lease and applies the events of the watch, until something breaks.
     async fn attend(
         &mut self,
-        (mut keeper, mut renewed): (LeaseKeeper, LeaseKeepAliveStream),
+        (mut keeper, mut renewed): LeaseRenewal,
         mut watch: WatchStream,
     ) -> Result<std::convert::Infallible, String> {
         let mut renewal = every(self.ttl / RENEWALS);
@@ -285,28 +302,58 @@ impl EtcdSession {
                     due = None;
                 }
                 told = watch.message() => {
-                    let told = told.map_err(|error| format_causes(&error))?.ok_or("the watch ended")?;
-                    if told.canceled() {
-                        watch = self.watch_again(&told).await?;
+                    if self.take_told(told, &mut watch).await? {
+                        // The key ended with its lease or was deleted by hand, or it was the key of another life.
+                        self.put_key().await?;
                     }
-                    self.take_events(&told).await?;
                 }
                 _ = retry.tick(), if !self.registered => self.put_key().await?,
             }
         }
     }
 
+    /// Applies the events of the watch for an observer, until something breaks.
+    async fn observe(&mut self, mut watch: WatchStream) -> Result<std::convert::Infallible, String> {
+        let mut look = every(self.ttl / RENEWALS);
+        loop {
+            tokio::select! {
+                // Nothing else shows that the connection is cut off.
+                _ = look.tick() => {
+                    let options = GetOptions::new().with_prefix().with_count_only();
+                    let mut keys = self.client.kv_client();
+                    self.call("the number of nodes", keys.get(self.prefix.as_str(), Some(options))).await?;
+                }
+                told = watch.message() => {
+                    self.take_told(told, &mut watch).await?;
+                }
+            }
+        }
+    }
+
+    /// Applies a message of the watch. Returns true if this node's key was deleted.
+    async fn take_told(
+        &self,
+        told: Result<Option<WatchResponse>, etcd_client::Error>,
+        watch: &mut WatchStream,
+    ) -> Result<bool, String> {
+        let told = told.map_err(|error| format_causes(&error))?.ok_or("the watch ended")?;
+        if told.canceled() {
+            *watch = self.watch_again(&told).await?;
+        }
+        Ok(self.take_events(&told))
+    }
+
     /// Lists and watches again if etcd has compacted revisions which the watch had yet to read. Fails for any
     /// other cancellation.
-    async fn watch_again(&mut self, told: &WatchResponse) -> Result<WatchStream, String> {
+    async fn watch_again(&self, told: &WatchResponse) -> Result<WatchStream, String> {
         if told.compact_revision() == 0 {
             return Err(format!("the watch was cancelled: {}", told.cancel_reason()));
         }
         self.list_nodes().await
     }
 
-    /// Applies events of the watch. Registers this node again if its key was deleted.
-    async fn take_events(&mut self, told: &WatchResponse) -> Result<(), String> {
+    /// Applies events of the watch. Returns true if this node's key was deleted.
+    fn take_events(&self, told: &WatchResponse) -> bool {
         let own = self.own_key();
         let mut free = false;
         for event in told.events() {
@@ -316,8 +363,7 @@ impl EtcdSession {
                 free = event.event_type() == EventType::Delete;
             }
         }
-        // The key ended with its lease or was deleted by hand, or it was the key of another life.
-        if free { self.put_key().await } else { Ok(()) }
+        free
     }
 
     fn happened(&self, event: &Event, key: &KeyValue) {

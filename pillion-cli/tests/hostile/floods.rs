@@ -3,8 +3,10 @@
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use shm_protocol::handshake::{Reply, Role};
+use shm_protocol::hints::Advice;
 use shm_protocol::layout::{QUERY_KEYS, SUBMISSION_SLOTS};
 use shm_protocol::message::{APPEND_PROMISED, Kind, Message, Slot, Status};
+use shm_protocol::request::{Advise, LogKeys, SchedulerRequest};
 use shm_protocol::transport;
 
 use crate::client::{BLOCK_BYTES, Kv, Session, WATCHDOG, greet, hello, query, save, watch};
@@ -58,6 +60,21 @@ fn the_largest_queries_without_end_leave_a_neighbour_its_answers() {
     assert_eq!(watch("answer", || scheduler.memory.load_outcome(9)).status, Status::Ok);
     drop((scheduler, rank));
     scene.assert_unharmed("a flood of queries");
+}
+
+/// Each hint has many turns, and the ring is full of them.
+#[test]
+fn the_longest_hints_without_end_leave_a_neighbour_its_answers() {
+    let mut scene = Scene::start();
+    for advice in [Advice::Pin { seconds: 3600 }, Advice::Prefetch] {
+        let (mut scheduler, rank) = engine_with_keys(&scene);
+        let keys = LogKeys { log: 0, from: 0, count: QUERY_KEYS as u32 };
+        let advise = SchedulerRequest::Advise(Advise { op: 9, keys, advice, alone: false });
+        flood(&scene, &mut scheduler, &many(advise.into()));
+        assert_eq!(watch("answer", || scheduler.memory.load_outcome(9)).status, Status::Absent);
+        drop((scheduler, rank));
+        scene.assert_unharmed("a flood of hints");
+    }
 }
 
 #[test]

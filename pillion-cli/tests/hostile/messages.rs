@@ -145,6 +145,9 @@ const BREACHES: &[Breach] = &[
     at_odds("ADVISE of a log that is not open", "not open", || {
         one(Message { log: 8, op: 9, data: [3, 0, 0, 0, 0, 0], ..of(Kind::Advise) })
     }),
+    breach("ADVISE of more keys than one may name", "ADVISE with count 65537", || {
+        one(Message { op: 9, count: 65_537, data: [3, 0, 0, 0, 0, 0], ..of(Kind::Advise) })
+    }),
     breach("ADVISE of no action", "ADVISE with action 0", || one(of(Kind::Advise))),
     breach("ADVISE for longer than an hour", "ADVISE with seconds 3601", || {
         one(Message { op: 9, data: [2, 3601, 0, 0, 0, 0], ..of(Kind::Advise) })

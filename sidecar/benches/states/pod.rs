@@ -119,7 +119,9 @@ impl Pod {
     pub(crate) fn serve(&mut self, group: usize) {
         let session = self.groups[group].scheduler;
         self.groups[group].client.look_at_ring().expect("an honest engine");
-        while let Some(request) = self.groups[group].client.read_message().expect("an honest engine") {
+        while let Some(request) =
+            self.groups[group].client.read_message(usize::MAX).expect("an honest engine")
+        {
             self.handle(CoreEvent::Message { session, request });
         }
         self.groups[group].client.release_read();

@@ -10,7 +10,7 @@ use shm_protocol::layout::{BLOCK_IDS, CHUNK_KEYS, header};
 use shm_protocol::message::{Outcome, Saved, Slot};
 use shm_protocol::pool::SlotRef;
 use shm_protocol::prefill::PrefillRate;
-use shm_protocol::request::{Append, Load, RequestError, Save, SchedulerRequest, WorkerRequest};
+use shm_protocol::request::{Advise, Append, Load, RequestError, Save, SchedulerRequest, WorkerRequest};
 use shm_protocol::ring::{Consumer, Producer};
 use shm_protocol::session::{Bound, RegionRing, Ring, SessionMemory};
 use shm_protocol::source::Source;
@@ -18,7 +18,7 @@ use shm_protocol::wait;
 use thiserror::Error;
 
 use crate::copiers::Rank;
-use crate::core::RingRequest;
+use crate::core::{AdvicePart, RingRequest};
 
 /// A client wrote a value against the protocol; its session ends.
 #[derive(Debug, Error)]
@@ -37,6 +37,8 @@ pub struct ClientSession {
     announcements: Producer<RegionRing>,
     /// Messages seen and not read yet.
     unread: u32,
+    /// The rest of an ADVISE.
+    advice: Option<Advise>,
     /// Block ids left for the unread messages of this turn.
     block_ids_left: usize,
     rank: Option<Rank>,
@@ -72,6 +74,7 @@ impl ClientSession {
             announcements: Producer::new(memory.ring(Ring::Announcement)),
             memory,
             unread: 0,
+            advice: None,
             block_ids_left: 0,
             rank,
             fences: (0, 0),
@@ -89,33 +92,45 @@ impl ClientSession {
     /// Reads the tail of the submission ring, up to which [`ClientSession::read_message`] reads. Returns the number of
     /// unread messages.
     pub fn look_at_ring(&mut self) -> Result<u32, Violation> {
-        self.unread = self.submissions.ready().map_err(|error| Violation(error.to_string()))?;
+        let ready = self.submissions.ready().map_err(|error| Violation(error.to_string()))?;
+        self.unread = ready + u32::from(self.advice.is_some());
         self.block_ids_left = BLOCK_IDS;
         Ok(self.unread)
     }
 
-    /// Messages seen by [`ClientSession::look_at_ring`] and not yet returned by [`ClientSession::read_message`].
+    /// Messages seen by [`ClientSession::look_at_ring`] and not yet returned whole by [`ClientSession::read_message`].
     pub fn unread(&self) -> u32 {
         self.unread
     }
 
     /// True if the ring has messages, or its tail is invalid.
     pub fn has_messages(&mut self) -> bool {
-        self.submissions.ready() != Ok(0)
+        self.advice.is_some() || self.submissions.ready() != Ok(0)
     }
 
-    /// The next message seen by [`ClientSession::look_at_ring`].
-    pub fn read_message(&mut self) -> Result<Option<RingRequest>, Violation> {
+    /// The next message seen by [`ClientSession::look_at_ring`]; of an ADVISE a part of about this cost.
+    pub fn read_message(&mut self, cost: usize) -> Result<Option<RingRequest>, Violation> {
         if self.unread == 0 {
             return Ok(None);
         }
         self.unread -= 1;
+        if let Some(rest) = self.advice.take() {
+            return Ok(Some(self.take_advice(rest, cost)));
+        }
         let slot = self.submissions.pop().expect("seen by look");
         let request = match &self.rank {
-            None => self.read_scheduler(&slot)?,
+            None => self.read_scheduler(&slot, cost)?,
             Some(rank) => RingRequest::Worker(read_worker(rank, &slot)?),
         };
         Ok(Some(request))
+    }
+
+    /// Takes a part of a hint. The message stays unread until its last part.
+    fn take_advice(&mut self, advise: Advise, cost: usize) -> RingRequest {
+        let (part, rest) = AdvicePart::cut_hint(advise, cost);
+        self.unread += u32::from(rest.is_some());
+        self.advice = rest;
+        RingRequest::Advice(part)
     }
 
     /// Frees the slots of the read messages for the engine. Called after their actions, which may write into
@@ -124,8 +139,11 @@ impl ClientSession {
         self.submissions.release();
     }
 
-    fn read_scheduler(&mut self, slot: &Slot) -> Result<RingRequest, Violation> {
+    fn read_scheduler(&mut self, slot: &Slot, cost: usize) -> Result<RingRequest, Violation> {
         let request = SchedulerRequest::decode_slot(slot)?;
+        if let SchedulerRequest::Advise(advise) = request {
+            return Ok(self.take_advice(advise, cost));
+        }
         let (mut keys, mut blocks) = (Vec::new(), Vec::new());
         match &request {
             SchedulerRequest::Append(append) => keys = self.read_keys(append),

@@ -298,8 +298,9 @@ impl MeshOptions {
         }
     }
 
+    /// The members in etcd.
     #[cfg(feature = "etcd")]
-    fn registered(self) -> Result<Members, ConfigError> {
+    pub fn registered(self) -> Result<Members, ConfigError> {
         let certificate = match (self.etcd_cert, self.etcd_key) {
             (Some(certificate), Some(key)) => Some((certificate, key)),
             (None, None) => None,
@@ -315,7 +316,7 @@ impl MeshOptions {
     }
 
     #[cfg(not(feature = "etcd"))]
-    fn registered(self) -> Result<Members, ConfigError> {
+    pub fn registered(self) -> Result<Members, ConfigError> {
         wrong(
             "--etcd cannot be used: this program was built without its feature `etcd`. Pass --peer HOST:PORT instead, or \
              build the package pillion-cli with its default features",

@@ -8,11 +8,12 @@ use mesh::directory::Filter;
 use mesh::listed::{BlocksAsk, ListedBlock};
 use mesh::transport::{self, Fetch, Label, PeerNumber, StandingTerms};
 use shm_protocol::handshake::Hello;
+use shm_protocol::hints::Advice;
 use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
 use shm_protocol::message::{Outcome, Saved};
 use shm_protocol::namespace::Facts;
 use shm_protocol::pool::SlotRef;
-use shm_protocol::request::{SchedulerRequest, WorkerRequest};
+use shm_protocol::request::{Advise, LogKeys, SchedulerRequest, WorkerRequest};
 use shm_protocol::session::Bound;
 use shm_protocol::source::Source;
 use tiers::dram::Ending;
@@ -26,6 +27,8 @@ use super::{CopyId, SessionId};
 /// The cost of binding an engine, in keys searched: its facts are digested, and its namespace is compared
 /// with the known ones.
 const BIND_COST: usize = 8192;
+/// The cost of a hint's key, in keys searched: 0.3 us.
+const ADVICE_COST: usize = 8;
 
 #[derive(Debug)]
 pub enum CoreEvent {
@@ -106,7 +109,16 @@ pub enum RingRequest {
         /// Block ids of a LOAD or SAVE.
         blocks: Vec<u32>,
     },
+    Advice(AdvicePart),
     Worker(WorkerRequest),
+}
+
+/// A part of an ADVISE. Engines are answered between the parts, and no later message of the session is read before the last.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub struct AdvicePart {
+    /// The message, with the keys of this part.
+    pub advise: Advise,
+    pub is_last: bool,
 }
 
 /// A step for the core's host to carry out; actions are carried out in the given order.
@@ -345,6 +357,25 @@ impl JobEnd {
     }
 }
 
+// === impl AdvicePart ===
+
+impl AdvicePart {
+    /// Cuts a part of about this cost off a hint: from its begin, or from the end of a demotion, since children go before their
+    /// parents. Returns the part and the rest.
+    pub fn cut_hint(advise: Advise, cost: usize) -> (Self, Option<Advise>) {
+        let LogKeys { log, from, count } = advise.keys;
+        let part = count.min((cost / ADVICE_COST).max(1) as u32);
+        let rest = count - part;
+        let (from, rest_from) = match advise.advice {
+            Advice::Demote => (from + rest, from),
+            _ => (from, from + part),
+        };
+        let with_keys = |from, count| Advise { keys: LogKeys { log, from, count }, ..advise };
+        let cut = Self { advise: with_keys(from, part), is_last: rest == 0 };
+        (cut, (rest > 0).then(|| with_keys(rest_from, rest)))
+    }
+}
+
 // === impl RingRequest ===
 
 impl RingRequest {
@@ -352,6 +383,9 @@ impl RingRequest {
     /// binding.
     pub fn cost(&self) -> usize {
         match self {
+            // It ends its session's turn.
+            Self::Advice(AdvicePart { is_last: false, .. }) => usize::MAX,
+            Self::Advice(part) => 1 + part.advise.keys.count as usize * ADVICE_COST,
             Self::Scheduler { request: SchedulerRequest::Weights { .. }, .. }
             | Self::Worker(WorkerRequest::Weights { .. } | WorkerRequest::Join { .. }) => BIND_COST,
             Self::Scheduler { request, .. } => 1 + request.named_count() as usize,

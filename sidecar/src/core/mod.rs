@@ -48,7 +48,6 @@ use mesh::listed::ListedBlock;
 use shm_protocol::ACCEPT_SINCE;
 use shm_protocol::announcement::Announcement;
 use shm_protocol::handshake::Hello;
-use shm_protocol::hints::Advice;
 use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
 use shm_protocol::message::Kind;
 use shm_protocol::prefill::PrefillRate;
@@ -66,13 +65,14 @@ use self::engines::Engines;
 pub(crate) use self::engines::find_whole_engine;
 pub use self::engines::{Barred, EngineHolder, EngineStanding, EngineState, Proof};
 pub use self::event::{
-    Action, CopyDirection, CoreEvent, FinishedRequest, JobEnd, MeshEvent, RankBlock, RingRequest, SetPart,
-    TierJob,
+    Action, AdvicePart, CopyDirection, CoreEvent, FinishedRequest, JobEnd, MeshEvent, RankBlock, RingRequest,
+    SetPart, TierJob,
 };
 use self::handover::Produced;
 pub use self::inspection::{Findings, InspectedBlocks, Inspection, InspectionResult, SearchedBlock};
 pub use self::inventory::{Eviction, KeptCounts, Location, Survey};
 use self::namespaces::Binding;
+pub use self::operator::HintTask;
 pub use self::peers::{FAULT_NAMES, PeersStats, peer_tier};
 use self::prefetch::Prefetches;
 pub use self::prefetched::{PrefetchReason, PrefetchStats};
@@ -316,6 +316,11 @@ impl Core {
             RingRequest::Scheduler { request, keys, blocks } if self.base.engines.has_scheduler(session) => {
                 self.scheduler_request(session, request, keys, blocks)
             }
+            RingRequest::Advice(part) if self.base.engines.has_scheduler(session) => {
+                let Self { base, queries, transfers, .. } = self;
+                transfers.see(session, part.advise.op);
+                queries.advise(session, &part, || transfers.saved_words(session), base)
+            }
             // The session was closed by an earlier message of this turn.
             _ => Ok(()),
         }
@@ -390,9 +395,6 @@ impl Core {
                 self.bind(session);
             }
             SchedulerRequest::Hint { keys } => queries.hint(session, keys, base)?,
-            SchedulerRequest::Advise(advise) => {
-                queries.advise(session, &advise, || transfers.saved_keys(session), base)?
-            }
             SchedulerRequest::Accept { step } => {
                 if !base.engines[session].accepts {
                     return Err(format!(
@@ -402,6 +404,8 @@ impl Core {
                 }
                 transfers.accept_step(session, step, base);
             }
+            // Its parts are passed as [`RingRequest::Advice`].
+            SchedulerRequest::Advise(_) => {}
             // Engines of 0.2 send the tokens of a prompt here: the sidecar must not remember them.
             SchedulerRequest::Golden(_) => {}
         }
@@ -564,16 +568,16 @@ impl Core {
         (!goes_on).then(|| score.places(&self.base))
     }
 
-    /// Carries an operator's hint for a chain out, and appends the actions. [`Core::go_on`] must follow.
+    /// Carries an operator's hint for the next part of a chain out, and appends the actions. Returns the outcome after the
+    /// last part. [`Core::go_on`] must follow.
     pub fn hint(
         &mut self,
         now: Duration,
-        chain: &ScoredKeys,
-        advice: Advice,
+        task: &mut HintTask,
         out: &mut Vec<Action>,
-    ) -> HintedCounts {
+    ) -> Option<HintedCounts> {
         self.base.cx.set_now(now);
-        let found = operator::advise_operator(advice, chain, &mut self.base);
+        let found = task.advise_part(&mut self.base);
         out.append(&mut self.base.cx.actions);
         found
     }

@@ -15,8 +15,7 @@ mod streams;
 mod waits;
 mod windows;
 
-use std::cell::LazyCell;
-use std::collections::{BTreeMap, HashSet};
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use mesh::directory::Credit;
@@ -26,7 +25,7 @@ use shm_protocol::message::{Outcome, Status, WAY_LAST};
 use shm_protocol::pool::SlotRef;
 use shm_protocol::request::{self, Advise, LogKeys, Query};
 use tiers::LeaseError;
-use tiers::dram::{EndedChain, Ending, HintedCounts, HolderId, LeaseId};
+use tiers::dram::{EndedChain, Ending, HolderId, LeaseId};
 
 pub(super) use self::early::EarlyBlocks;
 use self::key_logs::{KeyLog, KeyLogs, QueryLease};
@@ -36,8 +35,8 @@ use self::waits::{Sent, Wait};
 use self::windows::{EnginePatience, Windows};
 use super::context::Context;
 use super::engines::{Engines, SchedulerRole};
-use super::event::{Action, FinishedRequest};
-use super::hints::{advise_chain, note_demotion, outcome_of};
+use super::event::{Action, AdvicePart, FinishedRequest};
+use super::hints::{AdviceProgress, advise_part, note_demotion, outcome_of};
 use super::namespaces::Binding;
 use super::timing::{Timed, TimedPart};
 use super::{Base, SessionId, Violation};
@@ -65,6 +64,8 @@ struct QueryAsker {
     patience: EnginePatience,
     /// The trust in its engine's promises.
     credit: Credit,
+    /// The outcome so far of a hint with parts to come.
+    advice: Option<AdviceProgress>,
 }
 
 #[derive(Copy, Clone, Debug)]
@@ -109,7 +110,7 @@ impl Queries {
     pub(super) fn enter_scheduler(&mut self, session: SessionId, scheduler: &SchedulerRole) {
         let patience = EnginePatience::new(scheduler.waits);
         let (holder, logs, credit) = (scheduler.holder, KeyLogs::default(), Credit::default());
-        self.askers.insert(session, QueryAsker { holder, logs, patience, credit });
+        self.askers.insert(session, QueryAsker { holder, logs, patience, credit, advice: None });
     }
 
     /// Removes a gone scheduler, with its questions and leases.
@@ -313,33 +314,44 @@ impl Queries {
         Ok(())
     }
 
-    /// ADVISE: keeps, lets go or fetches blocks, by a hint. Blocks of a request are let go at its end, since that is a
-    /// use of them. `saved_keys` returns the keys of this scheduler's unfinished saves.
+    /// A part of an ADVISE: keeps, lets go or fetches blocks, by a hint. Blocks of a request are let go at its end, since that
+    /// is a use of them. `saved_words` returns the sorted first words of the keys of this scheduler's unfinished saves.
     pub(super) fn advise(
         &mut self,
         session: SessionId,
-        advise: &Advise,
-        saved_keys: impl FnOnce() -> HashSet<BlockHash>,
+        &AdvicePart { advise, is_last }: &AdvicePart,
+        saved_words: impl Fn() -> Vec<u64>,
         base: &mut Base,
     ) -> Result<(), Violation> {
-        let Advise { op, keys: LogKeys { log: number, from, count }, advice, alone } = *advise;
-        let logs = self.logs(session);
-        logs.get(number)?;
-        let log = logs.known_mut(number);
+        let Advise { op, keys: LogKeys { log: number, from, count }, advice, alone } = advise;
+        let asker = self.asker(session);
+        asker.logs.get(number)?;
+        let log = asker.logs.known_mut(number);
+        let begun = asker.advice.take();
+        let is_first = begun.is_none();
+        let AdviceProgress { mut found, saved } = begun.unwrap_or_default();
         log.is_alone |= alone;
         let keys = log.some(from, count).to_vec();
         let binding = base.engines[session].binding().filter(|_| !base.cx.draining);
-        let saved = LazyCell::new(saved_keys);
-        let is_saved = |hash: &BlockHash| saved.contains(hash);
-        let found = match binding {
-            None => HintedCounts { missing: u64::from(count), ..HintedCounts::default() },
+        // Another block with such a first word is awaited without effect.
+        let is_saved =
+            |hash: &BlockHash| saved.get_or_init(&saved_words).binary_search(&hash.words()[0]).is_ok();
+        match binding {
+            None => found.missing += u64::from(count),
             Some(binding) if advice == Advice::Demote && !alone => {
-                log.demoted = Some(from as usize..from as usize + keys.len());
-                note_demotion(&binding, &keys, is_saved, base)
+                // Its parts come from the last to the first.
+                let later = log.demoted.take().filter(|_| !is_first);
+                let end = later.map_or(from as usize + keys.len(), |later| later.end);
+                log.demoted = Some(from as usize..end);
+                note_demotion(&binding, &keys, is_saved, &mut found, base);
             }
-            Some(binding) => advise_chain(advice, &binding, &keys, is_saved, base),
-        };
-        base.cx.actions.push(Action::Outcome { session, op, outcome: outcome_of(op, found) });
+            Some(binding) => advise_part(advice, &binding, &keys, is_saved, &mut found, base),
+        }
+        if is_last {
+            base.cx.actions.push(Action::Outcome { session, op, outcome: outcome_of(op, found) });
+        } else {
+            self.asker(session).advice = Some(AdviceProgress { found, saved });
+        }
         Ok(())
     }
 

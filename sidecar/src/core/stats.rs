@@ -148,9 +148,6 @@ impl HintStats {
     }
 
     pub(super) fn count_blocks(&mut self, action: HintAction, found: HintedCounts) {
-        let counts = &mut self.0[action as usize];
-        counts.done += found.done;
-        counts.clipped += found.clipped;
-        counts.missing += found.missing;
+        self.0[action as usize] += found;
     }
 }

@@ -4,10 +4,11 @@ use std::time::Duration;
 
 use mesh::listed::ListedBlock;
 use mesh::transport::PeerNumber;
+use tiers::dram::HintedCounts;
 
 use super::Runtime;
 use crate::control::inbox::{ControlAsk, Evicted, FoundBlock, KnownRates, Reply, ScoreStep, Surveyed};
-use crate::core::{BestBlocks, Eviction, Location, PromptScore, Survey};
+use crate::core::{BestBlocks, Eviction, HintTask, Location, PromptScore, Survey};
 
 /// Time of a turn for a score, plus at most one part of its keys: engines are answered behind it.
 const SCORE_TURN_MAX: Duration = Duration::from_micros(100);
@@ -17,6 +18,7 @@ const SCORE_TURN_MAX: Duration = Duration::from_micros(100);
 pub(super) enum AskTask {
     Survey(Survey, Reply<Surveyed>),
     Evict(Eviction, Reply<Evicted>),
+    Hint(HintTask, Reply<HintedCounts>),
     BestBlocks(Box<BestBlocks>, Reply<Vec<ListedBlock>>),
 }
 
@@ -50,12 +52,7 @@ impl Runtime {
             ControlAsk::Score(score, reply) => drop(reply.send(self.follow_score(score))),
             ControlAsk::Hint(_, _, reply) if reply.is_closed() => {}
             ControlAsk::Hint(chain, advice, reply) => {
-                let found = self.core.hint(self.now, &chain, advice, &mut self.out);
-                self.apply();
-                self.core.go_on(self.now, &mut self.out);
-                self.apply();
-                self.publish_stats();
-                let _ = reply.send(found);
+                self.go_on_with(AskTask::Hint(HintTask::new(advice, chain), reply));
             }
             ControlAsk::BestBlocks(list, reply) => self.task = Some(AskTask::BestBlocks(list, reply)),
             ControlAsk::Evict(_, reply) if reply.is_closed() => {}
@@ -69,7 +66,7 @@ impl Runtime {
         }
     }
 
-    /// Continues a task. A count ends early once its client is gone; an eviction goes on.
+    /// Continues a task. A count ends early once its client is gone; an eviction and a hint go on.
     fn go_on_with(&mut self, task: AskTask) {
         match task {
             AskTask::Survey(_, reply) if reply.is_closed() => {}
@@ -86,6 +83,19 @@ impl Runtime {
                 Ok(listed) => drop(reply.send(listed)),
                 Err(list) => self.task = Some(AskTask::BestBlocks(list, reply)),
             },
+            AskTask::Hint(mut hint, reply) => {
+                let found = self.core.hint(self.now, &mut hint, &mut self.out);
+                self.apply();
+                self.core.go_on(self.now, &mut self.out);
+                self.apply();
+                match found {
+                    None => self.task = Some(AskTask::Hint(hint, reply)),
+                    Some(found) => {
+                        self.publish_stats();
+                        let _ = reply.send(found);
+                    }
+                }
+            }
             AskTask::Evict(mut eviction, reply) => {
                 let goes_on = self.core.evict(&mut eviction, &mut self.out);
                 self.apply();

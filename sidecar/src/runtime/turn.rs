@@ -159,7 +159,7 @@ impl Turn {
         cost > 0 && self.taken < most
     }
 
-    /// Handles one message of the next session.
+    /// Handles one message of the next session, or a part of a hint.
     fn read_message(&mut self, is_new: bool, host: &mut impl Host) -> bool {
         if is_new {
             self.look_at_rings(host);
@@ -180,7 +180,7 @@ impl Turn {
             }
             return true;
         }
-        match session.read_message() {
+        match session.read_message(ring.left.min(ring.round)) {
             Ok(None) => session.release_read(),
             Ok(Some(request)) => {
                 let cost = request.cost();
@@ -254,3 +254,6 @@ pub fn fall_asleep(host: &mut impl Host) -> bool {
 pub fn wake_up(host: &mut impl Host) {
     host.sessions().for_each(|(_, session)| session.set_asleep(false));
 }
+
+#[cfg(test)]
+mod tests;

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use shm_protocol::message::{Kind, Message};
+use shm_protocol::request::SchedulerRequest;
 use sidecar::core::{
     Action, CopyDirection, CoreEvent, Findings, InspectedBlocks, Inspection, JobEnd, MeshEvent, RingRequest,
     TierJob,
@@ -320,6 +321,7 @@ pub(crate) fn action(action: &Action) -> &'static str {
 pub(crate) fn message(request: &RingRequest) -> &'static str {
     let message = match request {
         RingRequest::Scheduler { request, .. } => Message::from(*request),
+        RingRequest::Advice(part) => Message::from(SchedulerRequest::Advise(part.advise)),
         RingRequest::Worker(request) => Message::from(*request),
     };
     message.kind.name()

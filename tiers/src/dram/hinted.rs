@@ -8,7 +8,9 @@
 //! - every block has an end;
 //! - a holder short of its share without a free slot gets one of the others' blocks.
 
-use std::collections::{BTreeMap, HashMap};
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+use std::ops::AddAssign;
 
 use shm_protocol::key::{BlockHash, BlockKey, GROUP};
 
@@ -28,8 +30,6 @@ const COMING_MAX: usize = 1 << 16;
 const COMING_MS: u64 = 40_000;
 /// Number of retained blocks to end together when a slot is wanted.
 const GIVEN_WAY: usize = 64;
-/// Stale entries left among the ends, beside one for each block.
-const STALE_MAX: usize = 1024;
 
 /// How a hint keeps blocks.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
@@ -60,15 +60,24 @@ struct ComingBlock {
 }
 
 /// Blocks of one holder and one kind.
+///
+/// Both are trees: an insertion never moves all others, so a part of a hint takes no longer among many blocks.
 #[derive(Debug, Default)]
 struct KeptUntil {
-    /// The end of each block.
-    until_ms: HashMap<u32, u64>,
-    /// Blocks by their end, in the order of their chains. An entry is stale if its block has no end, or another one.
-    ends: BTreeMap<u64, Vec<u32>>,
-    /// Number of entries in `ends`.
-    listed: usize,
+    /// The place of each block in `ends`.
+    places: BTreeMap<u32, EndPlace>,
+    ends: BTreeMap<EndPlace, u32>,
+    /// Number of insertions so far.
+    inserted: u64,
     bytes: u64,
+}
+
+/// The place of a block among all ends, and of blocks with one end before those inserted earlier: a chain's deepest block
+/// ends first.
+#[derive(Copy, Clone, Debug, Eq, Ord, PartialEq, PartialOrd)]
+struct EndPlace {
+    until_ms: u64,
+    inserted: Reverse<u64>,
 }
 
 /// The limits of a holder.
@@ -90,50 +99,48 @@ struct HolderHints {
 #[derive(Debug, Default)]
 pub(super) struct HintedBlocks {
     holders: BTreeMap<HolderId, HolderHints>,
-    coming: HashMap<BlockKey, ComingBlock>,
+    /// Blocks awaited from saves, in a tree for the same reason.
+    coming: BTreeMap<BlockKey, ComingBlock>,
+}
+
+// === impl HintedCounts ===
+
+impl AddAssign for HintedCounts {
+    fn add_assign(&mut self, other: Self) {
+        self.done += other.done;
+        self.clipped += other.clipped;
+        self.missing += other.missing;
+    }
 }
 
 // === impl KeptUntil ===
 
 impl KeptUntil {
     fn set_end(&mut self, id: u32, bytes: u64, until_ms: u64) {
-        let before = self.until_ms.insert(id, until_ms);
-        if before == Some(until_ms) {
+        let before = self.places.get(&id).copied();
+        if before.is_some_and(|before| before.until_ms == until_ms) {
             return;
         }
-        self.bytes += if before.is_none() { bytes } else { 0 };
-        self.ends.entry(until_ms).or_default().push(id);
-        self.listed += 1;
-        if self.listed > 2 * self.until_ms.len() + STALE_MAX {
-            let known = &self.until_ms;
-            self.ends.retain(|until_ms, ids| {
-                ids.retain(|id| known.get(id) == Some(until_ms));
-                !ids.is_empty()
-            });
-            self.listed = self.ends.values().map(Vec::len).sum();
+        match before {
+            Some(before) => _ = self.ends.remove(&before),
+            None => self.bytes += bytes,
         }
+        self.inserted += 1;
+        let place = EndPlace { until_ms, inserted: Reverse(self.inserted) };
+        self.places.insert(id, place);
+        self.ends.insert(place, id);
     }
 
     fn remove(&mut self, id: u32, bytes: u64) -> bool {
-        let removed = self.until_ms.remove(&id).is_some();
-        self.bytes -= if removed { bytes } else { 0 };
-        removed
+        let Some(place) = self.places.remove(&id) else { return false };
+        self.ends.remove(&place);
+        self.bytes -= bytes;
+        true
     }
 
     /// Returns the block with the first end, the deepest of its chain, and the end.
-    fn first_end(&mut self) -> Option<(u32, u64)> {
-        loop {
-            let mut first = self.ends.first_entry()?;
-            let until_ms = *first.key();
-            match first.get().last().copied() {
-                None => _ = first.remove(),
-                Some(id) if self.until_ms.get(&id) == Some(&until_ms) => return Some((id, until_ms)),
-                Some(_) => {
-                    first.get_mut().pop();
-                    self.listed -= 1;
-                }
-            }
-        }
+    fn first_end(&self) -> Option<(u32, u64)> {
+        self.ends.first_key_value().map(|(place, id)| (*id, place.until_ms))
     }
 }
 
@@ -149,11 +156,11 @@ impl HolderHints {
     }
 
     fn block_count(&self) -> usize {
-        self.retained.until_ms.len() + self.pinned.until_ms.len()
+        self.retained.places.len() + self.pinned.places.len()
     }
 
     fn has(&self, id: u32) -> bool {
-        self.retained.until_ms.contains_key(&id) || self.pinned.until_ms.contains_key(&id)
+        self.retained.places.contains_key(&id) || self.pinned.places.contains_key(&id)
     }
 
     /// The last hint for a block counts.
@@ -171,11 +178,11 @@ impl HolderHints {
     }
 
     /// Returns the next block to end early.
-    fn first_out(&mut self) -> Option<u32> {
+    fn first_out(&self) -> Option<u32> {
         self.retained.first_end().or_else(|| self.pinned.first_end()).map(|(id, _)| id)
     }
 
-    fn due(&mut self, now_ms: u64) -> Option<u32> {
+    fn due(&self, now_ms: u64) -> Option<u32> {
         let ends = [self.retained.first_end(), self.pinned.first_end()];
         ends.into_iter().flatten().find(|(_, until_ms)| *until_ms <= now_ms).map(|(id, _)| id)
     }
@@ -283,7 +290,7 @@ impl Dram {
     /// Ends all hints of a holder.
     pub(super) fn end_hints(&mut self, holder: HolderId) {
         self.hinted.coming.retain(|_, coming| coming.holder != holder);
-        while let Some(id) = self.hinted.holders.get_mut(&holder).and_then(HolderHints::first_out) {
+        while let Some(id) = self.hinted.holders.get(&holder).and_then(HolderHints::first_out) {
             self.unkeep(holder, id);
         }
         self.hinted.holders.remove(&holder);
@@ -304,7 +311,7 @@ impl Dram {
         };
         self.hinted.coming.retain(|_, coming| is_awaited(coming));
         for holder in self.hinted.holders.keys().copied().collect::<Vec<_>>() {
-            while let Some(id) = self.hinted.holders.get_mut(&holder).and_then(|hints| hints.due(now_ms)) {
+            while let Some(id) = self.hinted.holders.get(&holder).and_then(|hints| hints.due(now_ms)) {
                 self.unkeep(holder, id);
             }
             self.forget_unhinted(holder);
@@ -336,9 +343,8 @@ impl Dram {
     pub(super) fn trim_hinted(&mut self) {
         for holder in self.hinted.holders.keys().copied().collect::<Vec<_>>() {
             let max = self.hinted_max(holder);
-            let is_beyond =
-                |hints: &mut HolderHints| if hints.is_within(max) { None } else { hints.first_out() };
-            while let Some(id) = self.hinted.holders.get_mut(&holder).and_then(is_beyond) {
+            let is_beyond = |hints: &HolderHints| if hints.is_within(max) { None } else { hints.first_out() };
+            while let Some(id) = self.hinted.holders.get(&holder).and_then(is_beyond) {
                 self.unkeep(holder, id);
             }
         }
@@ -351,7 +357,7 @@ impl Dram {
         for holder in holders {
             let mut given = 0;
             while given < GIVEN_WAY
-                && let Some(hints) = self.hinted.holders.get_mut(&holder)
+                && let Some(hints) = self.hinted.holders.get(&holder)
                 && let Some((id, _)) = hints.retained.first_end()
                 && self.is_among(id, among)
             {
@@ -383,7 +389,7 @@ impl Dram {
     /// Panics if a holder's hinted blocks are not held, or exceed its limit. Looks at all of them.
     pub fn audit_hints(&self) {
         for (holder, hints) in &self.hinted.holders {
-            let kept = || hints.retained.until_ms.keys().chain(hints.pinned.until_ms.keys());
+            let kept = || hints.retained.places.keys().chain(hints.pinned.places.keys());
             let held = |id: &u32| {
                 self.slab.entries.get(*id).is_committed() && self.slab.entries.get(*id).claims.pins() > 0
             };

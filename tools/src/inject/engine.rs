@@ -1,11 +1,12 @@
 //! vLLM's container: the signs of it, and the connector on its command line.
 
+use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::lists::{Lists, extend_list};
 use super::yaml::Node;
-use super::{CopySide, INJECT, InjectOptions};
+use super::{CopySide, INJECT, InjectOptions, KvRole};
 
 const CONNECTOR: &str = "PillionConnector";
 const OPTION: &str = "--kv-transfer-config";
@@ -63,25 +64,45 @@ pub(super) fn runs_vllm(container: &Node) -> bool {
     let image = container.text_at(&["image"]).unwrap_or_default();
     let name = image.rsplit_once('@').map_or(image, |(name, _)| name);
     let last = name.rsplit('/').next().unwrap_or_default();
-    let words = words(container);
-    last.contains("vllm") || program(&words).is_some() || words.iter().any(|word| !places(word).is_empty())
+    let words = list_words(container);
+    last.contains("vllm")
+        || program(&words).is_some()
+        || words.iter().any(|word| !find_servers(word).is_empty())
 }
 
 /// The container's options that keep Pillion out, with their remedies.
 pub(super) fn stays_out(container: &Node) -> Vec<String> {
-    let line = words(container).join(" ").replace('_', "-");
-    let stated: Vec<&str> =
-        line.split([' ', '\t', '\n', '\\', '"', '\'']).filter(|word| !word.is_empty()).collect();
-    let found = STAYS_OUT.iter().filter(|(option, _)| {
-        stated.iter().enumerate().any(|(place, word)| {
-            let value = word.strip_prefix(option).and_then(|rest| match rest {
-                "" => Some(stated.get(place + 1).copied().unwrap_or_default()),
-                rest => rest.strip_prefix('='),
-            });
-            value.is_some_and(|value| value != "1")
-        })
-    });
+    let stated = list_options(&list_words(container).join(" "));
+    let found =
+        STAYS_OUT.iter().filter(|(option, _)| option_values(&stated, option).any(|value| value != "1"));
     found.map(|(option, remedy)| format!("Pillion stays out beside {option}: {remedy}")).collect()
+}
+
+/// The words of a command line, with `-` for `_` as vLLM reads its options.
+pub(super) fn list_options(line: &str) -> Vec<String> {
+    let words = line.split([' ', '\t', '\n', '\\', '"', '\'']).filter(|word| !word.is_empty());
+    words.map(|word| word.replace('_', "-")).collect()
+}
+
+/// The values of an option; the next word, or nothing, if it has none of its own.
+pub(super) fn option_values<'a>(stated: &'a [String], option: &'a str) -> impl Iterator<Item = &'a str> {
+    stated.iter().enumerate().filter_map(move |(place, word)| match word.strip_prefix(option)? {
+        "" => Some(stated.get(place + 1).map_or("", String::as_str)),
+        rest => rest.strip_prefix('='),
+    })
+}
+
+/// The role of a connector on the command line; `None`: `pillion inject` adds it. Fails if it is unknown.
+pub(super) fn stated_role(container: &Node) -> Result<Option<KvRole>, String> {
+    let words = list_words(container);
+    if !matches!(configured(&words)?, Configured::Pillion) {
+        return Ok(None);
+    }
+    let named = |role: &KvRole| words.iter().any(|word| word.contains(role.name()));
+    match &KvRole::value_variants().iter().copied().filter(named).collect::<Vec<_>>()[..] {
+        [role] => Ok(Some(*role)),
+        _ => Err("its connectors have no kv_role, or several".to_owned()),
+    }
 }
 
 /// Puts the connector on the command line, if it is not there.
@@ -95,7 +116,7 @@ pub(super) fn configure_connector(
             return Err(format!("its {key} is no list: write one"));
         }
     }
-    match configured(&words(container))? {
+    match configured(&list_words(container))? {
         Configured::Pillion => Ok((CommandChange::default(), None)),
         Configured::Other(value) => replace(container, &value, options),
         Configured::Nothing => {
@@ -107,7 +128,7 @@ pub(super) fn configure_connector(
 
 /// Refuses an engine without the connector in a pod with a sidecar.
 pub(super) fn uses_sidecar(container: &Node) -> Result<(), String> {
-    match configured(&words(container))? {
+    match configured(&list_words(container))? {
         Configured::Pillion => Ok(()),
         _ => {
             Err("a container pillion is there, and the engine does not use it: remove that container"
@@ -162,7 +183,7 @@ fn substitute(container: &mut Node, old: &str, new: &str) -> Result<(), String> 
 }
 
 /// The texts of the command line, in order, without comments of scripts.
-fn words(container: &Node) -> Vec<String> {
+pub(super) fn list_words(container: &Node) -> Vec<String> {
     let lists = ["command", "args"].map(|key| container.items_of(key));
     lists.into_iter().flatten().filter_map(|item| item.scalar_text().map(uncommented)).collect()
 }
@@ -281,7 +302,7 @@ fn replace(
 /// Adds the connector to the command line, and returns the added text.
 fn add_connector(container: &mut Node, options: &InjectOptions, lists: &mut Lists) -> Result<String, String> {
     let argument = format!("{OPTION}={}", settings(options, false));
-    let words = words(container);
+    let words = list_words(container);
     if words.iter().any(|word| is_script(word)) {
         return Ok(into_scripts(container, options));
     }
@@ -315,12 +336,12 @@ fn program(words: &[String]) -> Option<usize> {
 }
 
 /// Returns true if a word is itself a command line for a shell.
-fn is_script(text: &str) -> bool {
-    text.trim().contains(char::is_whitespace) && !places(text).is_empty()
+pub(super) fn is_script(text: &str) -> bool {
+    text.trim().contains(char::is_whitespace) && !find_servers(text).is_empty()
 }
 
 /// The ends of all names of vLLM's server in a script, in order: whole words outside of comments.
-fn places(text: &str) -> Vec<usize> {
+pub(super) fn find_servers(text: &str) -> Vec<usize> {
     let text = uncommented(text);
     let ends = |end: usize| {
         text[end..].chars().next().is_none_or(|next| next.is_whitespace() || "\\\"';&|".contains(next))
@@ -353,7 +374,7 @@ fn into_scripts(container: &mut Node, options: &InjectOptions) -> String {
             if !is_script(text) {
                 continue;
             }
-            for end in places(text).into_iter().rev() {
+            for end in find_servers(text).into_iter().rev() {
                 text.insert_str(end, &added);
             }
             *plain = false;

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::engine::{self, CommandChange};
 use super::lists::{LAST, Lists, extend_list, retain_items};
 use super::yaml::Node;
-use super::{CopySide, InjectOptions, sidecar};
+use super::{CopySide, InjectOptions, address, sidecar};
 
 const HASH_SEED: &str = "PYTHONHASHSEED";
 const PYTHON_PATH: &str = "PYTHONPATH";
@@ -85,6 +85,16 @@ pub(super) fn inject_sidecar(
         notes
             .push("its pod states resources of all containers together: add those of the sidecar".to_owned());
     }
+    let announced = options.announces_engine().then(|| address::find_engine_url(&container, options));
+    let engine_url = announced.and_then(|url| {
+        url.map_err(|reason| {
+            notes.push(format!(
+                "routers of the mesh do not find this engine, since {reason}: pass -- \
+                 '--engine-url=http://$(POD_IP):PORT=ROLE', with another host if its certificate needs one"
+            ));
+        })
+        .ok()
+    });
     let (command, note) = engine::configure_connector(&mut container, options, &mut record.lists)?;
     notes.extend(note);
     record.command = command;
@@ -99,7 +109,13 @@ pub(super) fn inject_sidecar(
         CopySide::Engine => Vec::new(),
         CopySide::Sidecar => claims(&container),
     };
-    extend_list(pod, "initContainers", sidecar::init_containers(options, &group, &claims), 0, lists)?;
+    extend_list(
+        pod,
+        "initContainers",
+        sidecar::init_containers(options, &group, &claims, engine_url.as_deref()),
+        0,
+        lists,
+    )?;
     extend_list(pod, "volumes", sidecar::make_volumes(options), LAST, lists)?;
     if let Some(Node::List(containers)) = pod.get_mut("containers") {
         containers[place] = container;

@@ -25,9 +25,14 @@ const POOL_FOLDER: &str = "/var/lib/pillion/pool";
 
 /// The init containers, in the order of their starts. `group` is the engine's group, `claims` are its claims
 /// of devices.
-pub(super) fn init_containers(options: &InjectOptions, group: &str, claims: &[&str]) -> Vec<Node> {
+pub(super) fn init_containers(
+    options: &InjectOptions,
+    group: &str,
+    claims: &[&str],
+    engine_url: Option<&str>,
+) -> Vec<Node> {
     let connector = options.brings_connector().then(|| connector(options, group));
-    connector.into_iter().chain([container(options, group, claims)]).collect()
+    connector.into_iter().chain([container(options, group, claims, engine_url)]).collect()
 }
 
 fn connector(options: &InjectOptions, group: &str) -> Node {
@@ -50,12 +55,13 @@ fn connector(options: &InjectOptions, group: &str) -> Node {
     ])
 }
 
-fn container(options: &InjectOptions, group: &str, claims: &[&str]) -> Node {
+fn container(options: &InjectOptions, group: &str, claims: &[&str], engine_url: Option<&str>) -> Node {
+    let arguments = list_arguments(options, group, engine_url).into_iter().map(Node::string);
     Node::map([
         ("name", Node::plain(NAME)),
         ("image", Node::string(&options.image)),
         ("restartPolicy", Node::plain("Always")),
-        ("args", Node::List(list_arguments(options, group).into_iter().map(Node::string).collect())),
+        ("args", Node::List(arguments.collect())),
         ("env", environment(options, claims)),
         ("ports", ports(options)),
         ("livenessProbe", probe("/healthz", 5, 6)),
@@ -102,7 +108,7 @@ fn mount(volume: &str, path: &str, read_only: bool) -> Node {
 }
 
 /// The sidecar's command line.
-pub(super) fn list_arguments(options: &InjectOptions, group: &str) -> Vec<String> {
+pub(super) fn list_arguments(options: &InjectOptions, group: &str, engine_url: Option<&str>) -> Vec<String> {
     let mut arguments = vec![
         "serve".to_owned(),
         format!("--dram={}", exact(options.dram())),
@@ -130,6 +136,7 @@ pub(super) fn list_arguments(options: &InjectOptions, group: &str) -> Vec<String
             None => arguments.push("--mesh-plaintext".to_owned()),
         }
     }
+    arguments.extend(engine_url.map(|url| format!("--engine-url={url}")));
     arguments.extend(options.serve.iter().cloned());
     arguments
 }
@@ -147,7 +154,7 @@ fn environment(options: &InjectOptions, claims: &[&str]) -> Node {
         let source = Node::map([("fieldRef", Node::map([("fieldPath", Node::plain(path))]))]);
         Node::map([("name", Node::plain(name)), ("valueFrom", source)])
     };
-    if !options.peer.is_empty() {
+    if options.has_mesh() {
         variables.push(field("POD_IP", "status.podIP"));
     }
     if options.node_id.is_some() {

@@ -297,11 +297,14 @@ fn a_prefetch_by_a_hint_brings_what_it_may_and_says_so() {
     scene.end_well(reads);
     let op = scene.post_query(1, 3);
     assert_eq!(scene.answers().pop(), Some((op, Status::Ok, 3)));
-    let mut scene = Scene::on_ssd(0..DRAM_BLOCKS / 2);
-    scene.engine.open(1, 0..DRAM_BLOCKS / 2);
-    // An eighth of the pool, 28 blocks and a rest.
-    let brought = scene.engine.advise(1, 900, DRAM_BLOCKS / 2, Advice::Prefetch);
-    assert_eq!(brought, (Status::Clipped, 4));
+    for part_keys in [1, 3, DRAM_BLOCKS] {
+        let mut scene = Scene::on_ssd(0..DRAM_BLOCKS / 2);
+        scene.engine.open(1, 0..DRAM_BLOCKS / 2);
+        // An eighth of the pool, 28 blocks and a rest.
+        let (place, blocks) = ((1, 900), DRAM_BLOCKS / 2);
+        let brought = scene.engine.advise_as(place, blocks, Advice::Prefetch, false, part_keys);
+        assert_eq!(brought, (Status::Clipped, 4));
+    }
 }
 
 #[test]

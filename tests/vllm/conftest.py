@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import stage as stages
 
-# A release's tests are one group: its process imports vLLM once.
-RELEASES = [pytest.param(release, marks=pytest.mark.xdist_group(release)) for release in stages.RELEASES]
+
+def _grouped(names: Iterable[str]) -> list[Any]:
+    """Parameters for tests. Those of a release and a scheduler are one group: its process imports vLLM once."""
+    return [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in names]
 
 
 @pytest.fixture(scope="session")
@@ -36,13 +39,13 @@ def remedy(request: pytest.FixtureRequest) -> str:
     return str(mark.args[1])
 
 
-@pytest.fixture(params=RELEASES)
+@pytest.fixture(params=_grouped(stages.RELEASES))
 def release(request: pytest.FixtureRequest) -> str:
     """A release of vLLM."""
     return str(request.param)
 
 
-@pytest.fixture(params=stages.SCHEDULERS)
+@pytest.fixture(params=_grouped(stages.SCHEDULERS))
 def stage(
     request: pytest.FixtureRequest, release: str, player_of: Callable[[str], stages.Player], tmp_path: Path
 ) -> stages.Stage:

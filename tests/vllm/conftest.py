@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import stage as stages
 
 
-def _grouped(names: Iterable[str]) -> list[Any]:
-    """Parameters for tests. Those of a release and a scheduler are one group: its process imports vLLM once."""
-    return [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in names]
+def pytest_itemcollected(item: pytest.Function) -> None:
+    """The tests of a release and a scheduler are one group: its process imports vLLM once."""
+    chosen = item.callspec.params if hasattr(item, "callspec") else {}
+    if scheduler := chosen.get("stage") or chosen.get("scheduler"):
+        item.add_marker(pytest.mark.xdist_group(f"{chosen['release']}-{scheduler}"))
 
 
 @pytest.fixture(scope="session")
@@ -39,13 +40,13 @@ def remedy(request: pytest.FixtureRequest) -> str:
     return str(mark.args[1])
 
 
-@pytest.fixture(params=_grouped(stages.RELEASES))
+@pytest.fixture(params=stages.RELEASES)
 def release(request: pytest.FixtureRequest) -> str:
     """A release of vLLM."""
     return str(request.param)
 
 
-@pytest.fixture(params=_grouped(stages.SCHEDULERS))
+@pytest.fixture(params=stages.SCHEDULERS)
 def stage(
     request: pytest.FixtureRequest, release: str, player_of: Callable[[str], stages.Player], tmp_path: Path
 ) -> stages.Stage:

@@ -83,7 +83,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Chooses the paths, releases and schedulers of a test."""
     fails = metafunc.function is test_random_plays_with_steps_that_fail
     cases = [
-        pytest.param(*path, release, scheduler, marks=[pytest.mark.xdist_group(name) for name in (release, scheduler)])
+        (*path, release, scheduler)
         for at, path in enumerate(PATHS)
         for of, release in enumerate(RELEASES)
         for by, scheduler in enumerate(SCHEDULERS)

@@ -458,8 +458,8 @@ class ScriptedEngine:
             except StepFailed:
                 self._recover()
                 return
-            if self._step_s:
-                time.sleep(self._step_s)
+            # Also without a delay it lets other threads run, such as those of the sidecar.
+            time.sleep(self._step_s)
             self._end_loads(output.kv_connector_output)
             self.preemptions += len(scheduled.preempted_req_ids or ())
             self._in_flight.append((scheduled, output, scheduled_at))

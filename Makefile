@@ -13,7 +13,8 @@ TESTS ?=
 # Without the job server of make: its pipe is closed to a recipe.
 TEST_CRATES = env -u MAKEFLAGS -u MFLAGS cargo test --workspace --features connector-shim/c,mesh/rdma --quiet
 # Two tests at a time: an engine of the tests computes with one thread. Tests of one group share their engines.
-PYTEST = python -m pytest -q -n 2 --dist loadgroup
+AT_ONCE = 2
+PYTEST = python -m pytest -q -n $(AT_ONCE) --dist loadgroup
 # Releases of vLLM beside the one in .venv: the newest, and older ones.
 NEWEST_VLLM := $(shell sed -n 's/^NEWEST_VLLM_VERSION=//p' scripts/setup)
 OLDER_VLLM := $(shell sed -n 's/^OLDER_VLLM_VERSIONS="\(.*\)"/\1/p' scripts/setup)
@@ -67,6 +68,8 @@ test-loom: setup ## every interleaving of the rings and fences
 test-sim: setup ## 1,000 simulated worlds with faults, and worlds with a fault to find
 	@scripts/part test-sim $(TEST_CRATES) --test simulator -- --runs 1000 --seed 1
 
+# Scripted engines, in four groups, mostly wait.
+test-python: AT_ONCE = 4
 test-python: setup-tests ## the connector against vLLM's signatures and schedulers, without an engine
 	@scripts/part test-python $(PYTEST) tests/unit tests/vllm
 

@@ -496,6 +496,8 @@ fn who_is_no_member_gets_nothing() {
     let first = a.start(&[&c]);
     let keys = Engine::connect(&first).save(&mut 0);
     let second = b.start(&[&a]);
+    // A query asks for known blocks alone, and nothing asks again.
+    wait_known(&second, keys.len());
     let (served, wrong) = Engine::connect(&second).served(&keys);
     assert_eq!((served.len(), wrong), (0, 0));
     assert_eq!(first.metric("pillion_mesh_served_blocks_total"), 0);

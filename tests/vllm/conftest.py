@@ -9,8 +9,12 @@ from pathlib import Path
 import pytest
 import stage as stages
 
-# A release's tests are one group: its process imports vLLM once.
-RELEASES = [pytest.param(release, marks=pytest.mark.xdist_group(release)) for release in stages.RELEASES]
+
+def pytest_itemcollected(item: pytest.Function) -> None:
+    """The tests of a release and a scheduler are one group: its process imports vLLM once."""
+    chosen = item.callspec.params if hasattr(item, "callspec") else {}
+    if scheduler := chosen.get("stage") or chosen.get("scheduler"):
+        item.add_marker(pytest.mark.xdist_group(f"{chosen['release']}-{scheduler}"))
 
 
 @pytest.fixture(scope="session")
@@ -36,7 +40,7 @@ def remedy(request: pytest.FixtureRequest) -> str:
     return str(mark.args[1])
 
 
-@pytest.fixture(params=RELEASES)
+@pytest.fixture(params=stages.RELEASES)
 def release(request: pytest.FixtureRequest) -> str:
     """A release of vLLM."""
     return str(request.param)

@@ -35,7 +35,6 @@ from testkit import sidecar
 pytestmark = [
     pytest.mark.parametrize("stage", ["async-scheduler"], indirect=True),
     pytest.mark.parametrize("release", [RELEASES[-1]], indirect=True),
-    pytest.mark.xdist_group(RELEASES[-1]),
 ]
 
 PAGE = 4096

@@ -10,6 +10,8 @@ import collections
 import contextlib
 import copy
 import functools
+import gc
+import importlib
 import os
 import signal
 import socket
@@ -53,6 +55,19 @@ def use_cpu_platform() -> None:
     from vllm.platforms.cpu import CpuPlatform
 
     vllm.platforms._current_platform = CpuPlatform()
+
+
+def import_vllm() -> None:
+    """Imports what every engine needs. An engine seeks its model among the objects of the collector: these are set aside."""
+    importlib.import_module("scripted.worker")
+    for name in ("model_executor.models.llama", "v1.core.sched.async_scheduler", "v1.engine.core"):
+        importlib.import_module(f"vllm.{name}")
+    from vllm.model_executor.models import registry
+
+    # vLLM looks at a model in a process of its own, which imports vLLM again: only a GPU needs that.
+    registry._run_in_subprocess = lambda inspect: inspect()
+    gc.collect()
+    gc.freeze()
 
 
 def wait_for_records() -> None:
@@ -127,7 +142,7 @@ class ScriptedEngine:
         self._answers: dict[str, list[int]] = {}
         self._plans_to_spoil, self._spoil_from, self._leases_to_lose = 0, 0, 0
         self._fault = ""
-        self.failed_steps = 0
+        self.failed_steps = self.freezes = 0
         self.ended_by_faults: set[str] = set()
         self._step_s = 0.0
         self._damage = contextlib.ExitStack()
@@ -178,7 +193,7 @@ class ScriptedEngine:
 
     def counts(self) -> dict[str, int]:
         """The counts for tests, so far."""
-        names = ("hits", "failed_blocks", "failed_requests", "late_loads", "preemptions", "steps", "failed_steps")
+        names = ("hits", "failed_blocks", "failed_requests", "late_loads", "preemptions", "steps", "failed_steps", "freezes")
         of_worker = {name: getattr(self.worker, name) for name in ("crossings", "null_blocks", "wrong_loaded")}
         wrong = sum(worker.wrong.total() for worker in self._workers)
         return {name: getattr(self, name) for name in names} | of_worker | {"wrong": wrong}
@@ -313,6 +328,7 @@ class ScriptedEngine:
     def signal(self, pid: int, name: str) -> None:
         """Freezes (SIGSTOP), thaws (SIGCONT) or kills (SIGKILL) a process, and waits until it is done."""
         os.kill(pid, getattr(signal, name))
+        self.freezes += name == "SIGSTOP"
         if name != "SIGCONT":
             wait_for(lambda: threads.states(pid) <= GONE_STATES[name], f"{name} of {pid}")
 
@@ -442,6 +458,7 @@ class ScriptedEngine:
             except StepFailed:
                 self._recover()
                 return
+            # Also without a delay it lets other threads run, such as those of the sidecar.
             time.sleep(self._step_s)
             self._end_loads(output.kv_connector_output)
             self.preemptions += len(scheduled.preempted_req_ids or ())
@@ -628,8 +645,11 @@ def main() -> None:
     """Plays scenarios until the input ends. vLLM's own prints go to the log."""
     parent = Parent()
     use_cpu_platform()
+    import_vllm()
     wait_for_records()
     while (scenarios := parent.hear()) is not None:
+        # Engines of before hold the pools of their sidecars in memory.
+        gc.collect()
         try:
             reply: Any = [play(scenario) for scenario in scenarios]
         except Exception:

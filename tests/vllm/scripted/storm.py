@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import random
 from typing import TYPE_CHECKING, Any
 
@@ -44,9 +45,14 @@ class Asked:
     void: bool
     aborted: bool = False
 
+    @functools.cached_property
+    def right(self) -> list[int]:
+        """The right answer."""
+        return right_answer(self.prompt, self.output_tokens, self.weights)
+
     def turn(self) -> list[int]:
         """The prompt and its answer, the beginning of the next turn."""
-        return self.prompt + right_answer(self.prompt, self.output_tokens, self.weights)
+        return self.prompt + self.right
 
 
 class Storm:
@@ -92,9 +98,9 @@ class Storm:
         if len(self._live()) >= LIVE_MAX:
             return
         family = self._random.choice(self._families)
-        turns = [turn for asked in self._asked if len(turn := asked.turn()) <= TURN_TOKENS_MAX]
+        turns = [asked for asked in self._asked if len(asked.prompt) + asked.output_tokens <= TURN_TOKENS_MAX]
         if turns and self._random.randrange(TURN_OF) == 0:
-            prompt = self._random.choice(turns) + self._tokens(*TAIL_TOKENS)
+            prompt = self._random.choice(turns).turn() + self._tokens(*TAIL_TOKENS)
         else:
             prompt = family[: self._random.randint(len(family) // 2, len(family))] + self._tokens(*TAIL_TOKENS)
         output_tokens = self._random.randint(*OUTPUT_TOKENS)
@@ -145,8 +151,7 @@ class Storm:
         for asked in self._asked:
             if asked.void:
                 continue
-            answer = self._engine.answer(asked.name)
-            right = right_answer(asked.prompt, asked.output_tokens, asked.weights)
+            answer, right = self._engine.answer(asked.name), asked.right
             wrong = self._engine.worker.wrong[asked.name]
             if wrong and self._vllm_errs:
                 continue

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import numpy as np
@@ -24,10 +24,13 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 VOCAB = 512
 # No position's content: the content of a position is finite in bfloat16, since it lacks the highest bit of the exponent.
 DISCARDED, HIGHEST_BIT = 0x5A5A, np.int16(0x4000)
+TOKEN_BYTES = 4
 CONTENT_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 # Whether this vLLM tells connectors of a sleep.
 TELLS_OF_SLEEP = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
 Places = tuple[int, np.ndarray, np.ndarray]
+# A length of a prefix, and its hashes there.
+Mark = tuple[int, Any, Any]
 # vLLM's names of specs without KV of each token.
 RING, STATE = "CircularBufferSpec", "MambaSpec"
 
@@ -46,22 +49,34 @@ class Prefix:
         # Contents of the positions so far, and room for more: a step adds one.
         self._content, self._contents = np.empty((0, 0), np.int16), 0
         self._state = hashlib.blake2b(digest_size=8, salt=weights.to_bytes(16, "little"))
+        # The hash of the digests so far.
+        self._read = hashlib.blake2b(digest_size=TOKEN_BYTES)
         self.extend(tokens)
 
     def extend(self, tokens: list[int]) -> None:
         """Adds tokens."""
         for token in tokens:
             self._state.update(token.to_bytes(4, "little"))
+            digest = self._state.digest()
+            self._read.update(digest)
             self.tokens.append(token)
-            self.digests.append(int.from_bytes(self._state.digest(), "little"))
+            self.digests.append(int.from_bytes(digest, "little"))
 
-    def mark(self) -> tuple[int, Any]:
+    def next_token(self, bad: Collection[int] = ()) -> int:
+        """The sampled token, from the digests read by attention at each position; those at `bad` positions were wrong."""
+        if not bad:
+            return int.from_bytes(self._read.copy().digest(), "little") % VOCAB
+        read = np.array(self.digests, dtype=np.uint64)
+        read[[position for position in bad if position < len(read)]] ^= np.uint64(1)
+        return int.from_bytes(hashlib.blake2b(read.tobytes(), digest_size=TOKEN_BYTES).digest(), "little") % VOCAB
+
+    def mark(self) -> Mark:
         """The place to come back to by `rewind`."""
-        return len(self.tokens), self._state.copy()
+        return len(self.tokens), self._state.copy(), self._read.copy()
 
-    def rewind(self, mark: tuple[int, Any]) -> None:
+    def rewind(self, mark: Mark) -> None:
         """Forgets the tokens behind the mark. A mark is used once."""
-        length, self._state = mark
+        length, self._state, self._read = mark
         del self.tokens[length:], self.digests[length:]
         self._contents = min(self._contents, length)
 
@@ -95,7 +110,7 @@ def right_answer(prompt: list[int], output_tokens: int, weights: int = 0) -> lis
     """The answer of an engine with correct KV."""
     prefix = Prefix(prompt, weights)
     for _ in range(output_tokens):
-        prefix.extend([next_token(prefix.digests)])
+        prefix.extend([prefix.next_token()])
     return prefix.tokens[len(prompt) :]
 
 
@@ -103,16 +118,10 @@ def draft(prefix: Prefix, count: int) -> list[int]:
     """A drafter's tokens behind a prefix. Every third position proposes a wrong one."""
     mark = prefix.mark()
     for _ in range(count):
-        prefix.extend([(next_token(prefix.digests) + (prefix.digests[-1] % 3 == 0)) % VOCAB])
+        prefix.extend([(prefix.next_token() + (prefix.digests[-1] % 3 == 0)) % VOCAB])
     drafted = prefix.tokens[mark[0] :]
     prefix.rewind(mark)
     return drafted
-
-
-def next_token(digests: list[int]) -> int:
-    """The sampled token, from the digests read by attention at each position."""
-    read = np.array(digests, dtype=np.uint64).tobytes()
-    return int.from_bytes(hashlib.blake2b(read, digest_size=4).digest(), "little") % VOCAB
 
 
 def layer_specs(group: Any) -> dict[str, Any]:
@@ -407,7 +416,7 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
         }
         return sampled
 
-    def _add_drafts(self, step: Any) -> dict[str, tuple[int, Any]]:
+    def _add_drafts(self, step: Any) -> dict[str, Mark]:
         """Adds the step's drafts to the prefixes of their requests; the places where they begin."""
         marks = {}
         for name, tokens in step.scheduled_spec_decode_tokens.items():
@@ -503,21 +512,17 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
         assert blocks.all(), "vLLM's null block holds nobody's KV"
         return first, blocks, positions % tokens // each
 
-    def _sample(self, name: str, end: int, bad: set[int], mark: tuple[int, Any] | None) -> list[int]:
+    def _sample(self, name: str, end: int, bad: set[int], mark: Mark | None) -> list[int]:
         self.wrong[name] += len(bad)
         prefix = self._prefixes[name]
         if end < len(prefix.tokens):
             return []  # a chunk of the prompt, or a recomputation: nothing to sample yet
-        read = prefix.digests[:end]
-        for position in bad:
-            read[position] ^= 1
-        first = mark[0] if mark else end
-        drafts, sampled = prefix.tokens[first:], []
-        for place in range(first, end + 1):
-            sampled.append(next_token(read[:place]))
-            if place < end and sampled[-1] != drafts[place - first]:
-                break
+        drafts = prefix.tokens[mark[0] :] if mark else []
         if mark:
             prefix.rewind(mark)
-        prefix.extend(sampled)
+        sampled: list[int] = []
+        # A token follows each accepted draft, and the tokens before.
+        while len(sampled) <= len(drafts) and sampled == drafts[: len(sampled)]:
+            sampled.append(prefix.next_token(bad))
+            prefix.extend(sampled[-1:])
         return sampled

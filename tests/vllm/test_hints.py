@@ -13,6 +13,7 @@ from stage import (
     BLOCK_BYTES,
     RESET,
     SETTLE,
+    SLOW_STEPS,
     Stage,
     block_count,
     expect_right,
@@ -40,6 +41,8 @@ def test_a_pin_reaches_the_sidecar_and_its_outcome_the_record(stage: Stage) -> N
         # The ranks join in their first step.
         generate([FIRST], 2),
         SETTLE,
+        # The blocks are on their way to the pool when the request ends.
+        SLOW_STEPS,
         generate([KEPT], 4, transfer=hints({"action": "pin", "seconds": 600}, {"action": "prefetch"})),
         RESET,
         generate([OTHER], 2, transfer=hints({"action": "demote"})),
@@ -55,7 +58,7 @@ def test_a_pin_reaches_the_sidecar_and_its_outcome_the_record(stage: Stage) -> N
         done = keeper.sample('pillion_hint_blocks_total{action="pin",outcome="done"}')
         assert done == block_count([KEPT], 4)
         assert keeper.sample('pillion_hint_blocks_total{action="prefetch",outcome="missing"}') > 0
-    for at, (prompt, tokens) in {2: (KEPT, 4), 4: (OTHER, 2), 5: (WRONG, 2), 7: (KEPT, 2)}.items():
+    for at, (prompt, tokens) in {3: (KEPT, 4), 5: (OTHER, 2), 6: (WRONG, 2), 8: (KEPT, 2)}.items():
         expect_right(results[at], right_answers([prompt], tokens), str(at))
     pinned, demoted, wrong, plain = (records[f"request-{number}"] for number in range(1, 5))
     assert (pinned["pillion.hints.pin"], pinned["pillion.hints.prefetch"]) == ("done", "missing")

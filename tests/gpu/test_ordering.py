@@ -20,7 +20,7 @@ ROUNDS = int(os.environ.get("PILLION_TEST_ROUNDS", "2000"))
 SEED = int(os.environ.get("PILLION_TEST_SEED", "1"))
 FENCED = os.environ.get("PILLION_TEST_NO_FENCES") != "1"
 CONTROL_ROUNDS = 300
-# The control's writer spins for some 25 ms before it writes: every copy that does not wait has run by then.
+# The kernels of the controls spin for some 25 ms before they write: every copy that does not wait has run by then.
 HELD_CYCLES = (50_000_000, 50_000_000)
 # The step of an engine that copies for itself: half a gigabyte of new blocks a second.
 ENGINE_STEP_S = 0.006
@@ -34,7 +34,10 @@ def run(
     """One engine's run; with its own copies beside a sidecar without a GPU."""
     with sidecar.serving(directory, DRAM, gpu=copier == "sidecar") as keeper:
         step_s = ENGINE_STEP_S if copier == "engine" else 0.0
-        options = bare_engine.Options(keeper.socket, SEED, block_outermost, fenced, copier=copier, step_s=step_s)
+        spin_cycles = bare_engine.SPIN_CYCLES if fenced else HELD_CYCLES
+        options = bare_engine.Options(
+            keeper.socket, SEED, block_outermost, fenced, copier=copier, step_s=step_s, spin_cycles=spin_cycles
+        )
         engine = bare_engine.Engine(options)
         try:
             found = engine.run(rounds)

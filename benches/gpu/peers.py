@@ -68,6 +68,8 @@ def measure(engine: Engine, sizes: dict[str, int], _options: argparse.Namespace,
     for prompt in prompts:
         engine.reset()
         first.append(engine.ask(prompt, OUTPUT_TOKENS))
+        # A reset drops saves under way.
+        engine.rest(1)
     engine.rest()
     engine.say("first answers done")
     again = [answer for prompt in prompts[1:] for answer in reloads(engine, prompt, OUTPUT_TOKENS, sizes["again"])]

@@ -254,6 +254,8 @@ def plain_environment(tiny: bool) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        # Every mode has the kernels that the first one chose by their times.
+        "TRITON_CACHE_AUTOTUNING": "1",
     }
     return settings | ({"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"} if tiny else {})
 

@@ -73,6 +73,11 @@ def options(model: Path, mode: Mode, socket: Path | None, **more: Any) -> engine
         "kv_bytes": KV_BYTES,
         "extra": {"pillion.layout": mode.layout},
         "arguments": arguments,
-        "variables": {"VLLM_USE_V2_MODEL_RUNNER": str(mode.runner - 1), "VLLM_USE_FLASHINFER_SAMPLER": "0"},
+        "variables": {
+            "VLLM_USE_V2_MODEL_RUNNER": str(mode.runner - 1),
+            "VLLM_USE_FLASHINFER_SAMPLER": "0",
+            # Kernels of states are chosen by their times, and round differently: later engines choose as the first one did.
+            "TRITON_CACHE_AUTOTUNING": "1",
+        },
     }
     return engine.Options(**given | more)

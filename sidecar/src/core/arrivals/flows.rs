@@ -181,8 +181,9 @@ impl Flows {
     pub(in crate::core) fn ahead(&self, owed: &BTreeMap<SourceLane, Owed>, now_ms: u64) -> Ahead {
         let mut ahead = Ahead { ms: Some(0.0), ..Ahead::default() };
         for (lane, owed) in owed {
+            ahead.moved_ms = ahead.moved_ms.max(owed.since_ms);
             let Some(flow) = self.0.get(lane) else { continue };
-            ahead.moved_ms = ahead.moved_ms.max(owed.since_ms).max(flow.moved_ms);
+            ahead.moved_ms = ahead.moved_ms.max(flow.moved_ms);
             let left = owed.up_to.saturating_sub(flow.ended);
             let rate = flow.rate(now_ms);
             ahead.rate += rate.unwrap_or(0.0);

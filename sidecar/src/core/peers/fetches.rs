@@ -138,14 +138,13 @@ impl MeshPeers {
     ) {
         let ticket = self.next_ticket;
         self.next_ticket += 1;
-        // The rate of a peer is no matter of blocks that it does not have yet.
-        for wanted in fetching.blocks.iter().flatten().filter(|_| standing.is_none()) {
-            cx.arrivals.send_for(
-                &wanted.key,
-                SourceLane::Peer(fetching.peer),
-                fetching.bytes.into(),
-                cx.now_ms,
-            );
+        // Blocks that a peer does not have yet say nothing of its rate, nor do prefetches, which leave it idle.
+        let Context { arrivals, prefetched, now_ms, .. } = cx;
+        let lane = SourceLane::Peer(fetching.peer);
+        for WantedBlock { key, .. } in fetching.blocks.iter().flatten() {
+            if standing.is_none() && !prefetched.is_coming(key) {
+                arrivals.send_for(key, lane, fetching.bytes.into(), *now_ms);
+            }
         }
         self.stats.fetches += 1;
         let wanted = fetching.blocks.iter().flatten();

@@ -2,6 +2,7 @@
 
 use mesh::listed::{BlocksAsk, ListedBlock};
 
+use super::worth::{judged, play};
 use super::*;
 use crate::core::{BestBlocks, PrefetchReason, PrefetchStats};
 
@@ -150,6 +151,28 @@ fn a_batch_waits_for_the_blocks_of_requests() {
     scene.answers();
     scene.end_all(&batch, Ok(1));
     assert_eq!(scene.answers(), [(op, Status::Ok, BATCH)]);
+}
+
+#[test]
+fn a_peer_is_not_judged_by_prefetches() {
+    let mut scene = judged(0..80);
+    scene.greet(A);
+    scene.tick(100);
+    let ask = scene.list_asks()[0].1;
+    scene.hear(MeshEvent::Listed { peer: A, ask, blocks: listed(0..40, 1.0) });
+    // At this rate a request's blocks would be computed sooner.
+    for _ in 0..BATCH {
+        scene.engine.now_ms += 200;
+        let batch = scene.fetches[0].ticket;
+        let index = scene.prefetched().came[0] as u32 % BATCH;
+        let end = FetchDone { ticket: batch, index, result: Ok(1) };
+        scene.event(CoreEvent::Transferred { tier: 0, ends: vec![JobEnd::Peer(end)] });
+    }
+    assert_eq!(scene.prefetched().came, [BATCH.into(), 0]);
+    scene.fetches.pop_front();
+    let op = scene.query(1, 40..80);
+    let (_, hits) = play(&mut scene, op, 10);
+    assert_eq!(hits, 40);
 }
 
 #[test]

@@ -30,7 +30,7 @@ pub(super) fn judged(keys: Range<u32>) -> Scene {
 }
 
 /// Peers give a block each `every_ms`. Returns the time of the answer, and its blocks.
-fn play(scene: &mut Scene, op: u64, every_ms: u64) -> (u64, u32) {
+pub(super) fn play(scene: &mut Scene, op: u64, every_ms: u64) -> (u64, u32) {
     let mut wanted: VecDeque<(u64, u32, Duration)> = VecDeque::new();
     let begun_ms = scene.engine.now_ms;
     for now_ms in (0..40_000).step_by(10) {

@@ -283,7 +283,7 @@ def server(mode: str, options: argparse.Namespace, folder: Path, logs: Path) -> 
         # Answers too: by default it keeps prompts alone, and the others keep both.
         extra: dict[str, Any] = {"cpu_bytes_to_use": gib * GIB, "offload_prompt_only": False}
         if disk_gib:
-            # Its files have no limit.
+            # vLLM limits no files of this tier.
             extra |= {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [{"type": "fs", "root_dir": str(disk)}]}
         name = f"bench-{os.getpid()}"
         try:
@@ -322,8 +322,10 @@ def server(mode: str, options: argparse.Namespace, folder: Path, logs: Path) -> 
         # Without Dynamo's runtime: leader and worker run in the engine, and its size is in the engine's environment.
         yield transfer_config("DynamoConnector", "kvbm.vllm_integration.connector", {})
     else:
-        disk.mkdir()
-        disks = (f"--ssd={disk}:{disk_gib}GiB:create",) if disk_gib else ()
+        disks: tuple[str, ...] = ()
+        if disk_gib:
+            disk.mkdir()
+            disks = (f"--ssd={disk}:{disk_gib}GiB:create",)
         with sidecar(folder, options, gib, logs / "pillion-serve.log", *disks, kills=options.kills) as keeper:
             yield pillion_transfer(keeper, options)
             if not options.kills:

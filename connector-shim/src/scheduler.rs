@@ -226,7 +226,7 @@ impl SchedulerClient {
         self.session.ask_ahead(handle, start, count, clock::read_clock());
     }
 
-    /// Posts a query without waiting. `None` is a miss: no sidecar, no such keys, no room, or no time left.
+    /// Posts a query without waiting. `None` is a miss: no sidecar or a stalled one, no such keys, or no room.
     pub fn post_query(&mut self, handle: i64, start: u32, count: u32) -> Option<u64> {
         self.session.post_query(handle, start, count, clock::read_clock())
     }
@@ -264,7 +264,7 @@ impl SchedulerClient {
         }
     }
 
-    /// Sleeps until the answer, the sidecar's end, or the end of the budget; the last two are a miss.
+    /// Sleeps until the answer, or the end of the budget: then the query is pending. The sidecar's end is a miss.
     pub fn sleep(&mut self, op: u64) -> i64 {
         let began = clock::read_clock();
         let mut now = began;

@@ -207,7 +207,7 @@ fn an_observer_finds_members_in_etcd_and_registers_nothing() {
     }
     two.stop();
     assert_eq!(router.left(of_two), Parting::Unregistered);
-    // It notices the silence of etcd, keeps its members, and then finds new ones.
+    // The observer notices the silence of etcd, keeps its members, and then finds new ones.
     cut_off(&proxy);
     router.noted("the last known members stay in use");
     let three = server.plan("three", LONG_TTL).start();

@@ -68,7 +68,7 @@ fn refused_certificates(sidecar: &Sidecar) -> u64 {
 #[test]
 fn a_router_observes_a_mesh_with_certificates_by_names_and_by_etcd() {
     let etcd = Etcd::start();
-    // It trusts the members, and they do not trust it.
+    // Routers of this authority trust the members, and are not trusted by them.
     let strange = Authority { pem: AUTHORITY.pem.clone(), ..Authority::new() };
     for by_etcd in [false, true] {
         let pods = [Pod::new("a"), Pod::new("b")];

@@ -383,7 +383,7 @@ impl RingRequest {
     /// binding.
     pub fn cost(&self) -> usize {
         match self {
-            // It ends its session's turn.
+            // A part ends its session's turn.
             Self::Advice(AdvicePart { is_last: false, .. }) => usize::MAX,
             Self::Advice(part) => 1 + part.advise.keys.count as usize * ADVICE_COST,
             Self::Scheduler { request: SchedulerRequest::Weights { .. }, .. }

@@ -404,7 +404,7 @@ impl Core {
                 }
                 transfers.accept_step(session, step, base);
             }
-            // Its parts are passed as [`RingRequest::Advice`].
+            // Sessions pass the parts of an ADVISE as [`RingRequest::Advice`].
             SchedulerRequest::Advise(_) => {}
             // Engines of 0.2 send the tokens of a prompt here: the sidecar must not remember them.
             SchedulerRequest::Golden(_) => {}

@@ -339,7 +339,7 @@ impl Queries {
         match binding {
             None => found.missing += u64::from(count),
             Some(binding) if advice == Advice::Demote && !alone => {
-                // Its parts come from the last to the first.
+                // The parts of a demotion come from the last to the first.
                 let later = log.demoted.take().filter(|_| !is_first);
                 let end = later.map_or(from as usize + keys.len(), |later| later.end);
                 log.demoted = Some(from as usize..end);

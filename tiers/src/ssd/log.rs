@@ -271,8 +271,7 @@ impl SegmentLog {
         if let Some(id) = self.find_key(&key) {
             let state = self.table.get(id).state;
             // A block on a failed device is of no use; another device may take it.
-            let is_written = matches!(state, EntryState::Kept | EntryState::Evicted);
-            if !is_written || self.readable(id) {
+            if !state.is_at_rest() || self.readable(id) {
                 if state == EntryState::Evicted {
                     self.restore(id);
                 }

@@ -116,7 +116,7 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
         }
     }
 
-    /// Posts a query without waiting. `None` is a miss: no sidecar, no such keys, no room, or no time left.
+    /// Posts a query without waiting. `None` is a miss: no sidecar or a stalled one, no such keys, or no room.
     pub fn post_query(&mut self, handle: i64, start: u32, count: u32, now: Instant) -> Option<u64> {
         let link = self.link.as_mut()?;
         let (number, log) = link.logs.get(handle)?;
@@ -178,13 +178,11 @@ impl<C: Deref<Target: Endpoint>> EngineSession<C> {
             self.left = left;
             return Some(hits);
         }
-        if let Some(link) = &self.link
-            && link.connection.is_lost()
-        {
+        let link = self.link.as_ref()?;
+        if link.connection.is_lost() {
             link.connection.hang_up();
             return Some(0);
         }
-        let link = self.link.as_ref()?;
         if link.questions.get(&op).is_some_and(|asked| asked.awaits) {
             return Some(self.pend(op, now));
         }

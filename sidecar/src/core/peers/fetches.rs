@@ -138,7 +138,7 @@ impl MeshPeers {
     ) {
         let ticket = self.next_ticket;
         self.next_ticket += 1;
-        // Its rate is not shown by blocks that it does not have yet, and not by prefetches, which leave it idle.
+        // Blocks that a peer does not have yet do not show its rate. Prefetches leave it idle, and do not show it either.
         let Context { arrivals, prefetched, now_ms, .. } = cx;
         let lane = SourceLane::Peer(fetching.peer);
         for WantedBlock { key, .. } in fetching.blocks.iter().flatten() {

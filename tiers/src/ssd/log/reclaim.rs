@@ -27,9 +27,8 @@ impl SegmentLog {
             let segment = volume.segment(number);
             let Some(id) = segment.blocks.last().copied() else { break };
             let entry = self.table.get(id);
-            let is_here = usize::from(entry.device) == device
-                && entry.segment == number
-                && matches!(entry.state, EntryState::Kept | EntryState::Evicted);
+            let is_here =
+                usize::from(entry.device) == device && entry.segment == number && entry.state.is_at_rest();
             if !is_here {
                 segment.blocks.pop();
                 continue;

@@ -47,6 +47,11 @@ impl EntryState {
         self.is_listed() || self == Self::Evicted
     }
 
+    /// True if the block is on the device, and on its way nowhere.
+    pub(super) fn is_at_rest(self) -> bool {
+        matches!(self, Self::Kept | Self::Evicted)
+    }
+
     /// True if the block is in a list of the order of eviction.
     pub(super) fn is_listed(self) -> bool {
         matches!(self, Self::Kept | Self::Moving)

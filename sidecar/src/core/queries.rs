@@ -184,6 +184,11 @@ impl Queries {
         last.is_some_and(|last| self.log(session, asked.keys.log).is_tail(last as usize))
     }
 
+    /// Returns the number of a save's first keys whose blocks came in a stream.
+    pub(super) fn streamed_count(&self, session: SessionId, asked: &request::Save) -> u32 {
+        self.log(session, asked.keys.log).streamed.saturating_sub(asked.keys.from)
+    }
+
     /// Returns the number of blocks kept for other engines before the request of an open log came.
     pub(super) fn kept_before(&self, session: SessionId, log: u32) -> u64 {
         self.log(session, log).kept_before

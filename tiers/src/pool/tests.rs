@@ -203,6 +203,20 @@ fn a_view_cannot_be_opened_for_writing() {
 }
 
 #[test]
+fn bytes_are_read_at_every_place_within_a_word() {
+    let path = TmpfsPath::new("words");
+    let (pool, at) = (created_in(&path), slot(0).offset);
+    let written: Vec<u8> = (1..=64).collect();
+    let file = fs::OpenOptions::new().write(true).open(&path.0).expect("opened");
+    rustix::io::pwrite(&file, &written, at).expect("written");
+    for (from, to) in (0..20).flat_map(|from| (from..45).map(move |to| (from, to))) {
+        let mut read = vec![0; to - from];
+        pool.read_bytes(at + from as u64, &mut read);
+        assert_eq!(read, written[from..to], "bytes {from}..{to}");
+    }
+}
+
+#[test]
 fn a_pool_file_that_is_cut_reads_as_zeros_and_is_known_to_be_lost() {
     let path = TmpfsPath::new("cut");
     let pool = created_in(&path);

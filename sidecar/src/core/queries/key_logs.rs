@@ -47,6 +47,8 @@ pub(super) struct KeyLog {
     pub(super) lease: Option<QueryLease>,
     /// The sources of those of its blocks brought into DRAM for it.
     pub(super) brought: BTreeMap<BlockHash, Source>,
+    /// The end of the keys whose blocks came in a stream. They have left the pool, and are at their source.
+    pub(super) streamed: u32,
     /// True once a question was put.
     pub(super) asked: bool,
     /// The range of the first question's keys.

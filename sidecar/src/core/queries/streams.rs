@@ -158,6 +158,7 @@ impl Queries {
         question.count_wait(cx);
         let log = self.asker(place.0).logs.known_mut(place.1);
         log.brought.extend(sources);
+        log.streamed = question.from + hits;
         let refs = vec![NO_SLOT; hits as usize];
         self.answer_question(question, FoundRun { known: 0, refs }, Status::Streamed, cx);
         true

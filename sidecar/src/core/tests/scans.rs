@@ -4,11 +4,17 @@ use super::*;
 
 /// An engine of one rank, its pages one layer of bfloat16.
 fn of_numbers() -> Harness {
-    let form = "layers=1 tokens=16 kv_heads=1 keys=64 values=64 dtype=bfloat16";
+    of_heads(1)
+}
+
+/// The same with so many heads, each of 4 KiB in a block.
+fn of_heads(heads: u64) -> Harness {
+    let form = format!("layers=1 tokens=16 kv_heads={heads} keys=64 values=64 dtype=bfloat16");
     let mut engine = Harness::of(core_of(64 << 20));
     engine.connect(SCHEDULER, hello(1, Role::Scheduler { run: RUN }));
-    let facts = Facts::from([("page_form".to_owned(), form.to_owned())]);
-    engine.connect(RANKS[0], changed(rank_hello(1, 0), |worker| worker.facts = facts));
+    let facts = Facts::from([("page_form".to_owned(), form)]);
+    let rank = changed(rank_hello_of(1, 0, heads << 12), |worker| worker.facts = facts);
+    engine.connect(RANKS[0], rank);
     engine.join();
     engine
 }
@@ -63,6 +69,22 @@ fn a_save_is_found_once_its_search_has_ended() {
     assert_eq!(engine.query(0, 8, 0, 4).value, 2);
     let stats = engine.core.stats();
     assert_eq!((stats.saves_not_finite, stats.not_finite_blocks, stats.saves_dropped), (1, 1, 1));
+}
+
+#[test]
+fn a_large_save_is_searched_in_parts_and_found_after_the_last() {
+    // Blocks of 512 KiB.
+    let (mut engine, part) = (of_heads(128), 64);
+    engine.copy_keys(part as u32 + 2);
+    let parts: Vec<_> = engine.take(taken!(Action::Inspect(search) => search)).collect();
+    assert_eq!(parts.iter().map(|part| slots(part).len()).collect::<Vec<_>>(), [part, 2]);
+    engine.scanned(&parts[1], &[1]);
+    engine.drained();
+    assert!(engine.saved().is_none() && engine.core.busy());
+    engine.scanned(&parts[0], &[]);
+    engine.drained();
+    let end = engine.saved().expect("both searches have ended");
+    assert_eq!((end.committed, end.dropped), (part as u32 + 1, 1));
 }
 
 #[test]

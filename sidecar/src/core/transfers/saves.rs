@@ -54,7 +54,7 @@ pub(super) struct UnboundSave {
     others: OtherBlocks,
 }
 
-/// The relations of a save's blocks to those on the engine's device, and to an earlier one of the request.
+/// The relations of a save's blocks to those elsewhere, and to an earlier one of the request.
 #[derive(Copy, Clone, Debug)]
 struct OtherBlocks {
     /// `Some` if they are about to leave the device: their ended request, and the place of the first one in it.
@@ -63,6 +63,8 @@ struct OtherBlocks {
     has_parents: bool,
     /// The key of a block of no use to the request once this save is kept.
     replaced: Option<BlockHash>,
+    /// The number of the first blocks that came in a stream: the pool has no room for all of them.
+    streamed: u32,
 }
 
 /// One SAVE message, from its binding to its completion.
@@ -183,7 +185,9 @@ impl Transfers {
         if leaving.is_some() {
             base.cx.stats.saves_leaving_blocks += u64::from(asked.keys.count);
         }
-        let others = OtherBlocks { leaving, has_parents, replaced: queries.replaced_key(session, asked) };
+        let (replaced, streamed) =
+            (queries.replaced_key(session, asked), queries.streamed_count(session, asked));
+        let others = OtherBlocks { leaving, has_parents, replaced, streamed };
         let save = UnboundSave { posted, step, acceptance, before, checked, handover, blocks, tail, others };
         let too_many = !pending.may_want(save.blocks.len());
         match base.engines[session].binding() {
@@ -206,6 +210,7 @@ impl Transfers {
             asked;
         let keys: Vec<BlockHash> = asked.iter().map(|(hash, _)| *hash).collect();
         let compares = |place| checked && is_chosen(place, keys.len(), binding.block_bytes());
+        let is_elsewhere = |place| place < others.streamed as usize && !checked && handover.is_none();
         let is_refused = acceptance == Acceptance::Refused;
         let is_doubted = self.doubts.doubts_engine(key.0, binding.namespace, base.cx.now);
         let commits = !is_refused && !is_doubted && may_save(key.0, &binding, checked, base);
@@ -222,6 +227,7 @@ impl Transfers {
                         base.cx.keep(&binding.block_key(&hash), &binding, None);
                     }
                 }
+                Some(_) if others.leaving.is_none() && is_elsewhere(index) => end.present += 1,
                 Some(_) if is_refused => {
                     (end.dropped, end.unaccepted) = (end.dropped + 1, end.unaccepted + 1)
                 }

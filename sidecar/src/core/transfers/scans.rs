@@ -15,9 +15,23 @@ use super::saves::SaveEvent;
 use super::{Action, Base, Binding, OpKey, SessionId, Transfers};
 use crate::core::inspection::{InspectedBlocks, Inspection};
 
-/// The running searches, each with its committed blocks.
+/// Bytes searched by a thread at once: the threads share a large save, whose blocks take room until its last search ended.
+const SEARCH_BYTES: u64 = 32 << 20;
+
+/// The searches of saves.
 #[derive(Debug, Default)]
-pub(super) struct Scans(BTreeMap<OpKey, Vec<(SlotRef, BlockKey)>>);
+pub(super) struct Scans(BTreeMap<OpKey, Scan>);
+
+/// The search of a save.
+#[derive(Debug)]
+struct Scan {
+    /// The committed blocks among the searched ones.
+    committed: Vec<(SlotRef, BlockKey)>,
+    /// Number of parts whose search runs.
+    running: usize,
+    /// Blocks with a non-finite number, in the other parts.
+    broken: Vec<SlotRef>,
+}
 
 // === impl Scans ===
 
@@ -52,22 +66,27 @@ impl Transfers {
         for (_, key) in &committed {
             base.cx.dram.hold(key, HolderId::NOBODY).expect("committed in this event");
         }
-        base.cx.actions.push(Action::Inspect(Inspection {
-            save,
-            blocks: InspectedBlocks::Alone(slots),
-            shards,
-            layers,
-            sums: false,
+        let parts = slots.chunks((SEARCH_BYTES / binding.block_bytes()).max(1) as usize);
+        let running = parts.len();
+        base.cx.actions.extend(parts.map(|part| {
+            let (blocks, layers) = (InspectedBlocks::Alone(part.to_vec()), Arc::clone(&layers));
+            Action::Inspect(Inspection { save, blocks, shards, layers, sums: false })
         }));
-        self.scans.0.insert(save, committed);
+        self.scans.0.insert(save, Scan { committed, running, broken: Vec::new() });
         true
     }
 
-    /// Ends a search. Committed blocks with a non-finite number are removed.
+    /// Ends the search of a part. With the last one, committed blocks with a non-finite number are removed.
     pub(crate) fn scanned(&mut self, save: OpKey, broken: &[SlotRef], base: &mut Base) {
-        let committed = self.scans.0.remove(&save).expect("a search ends once");
+        let scan = self.scans.0.get_mut(&save).expect("a search ends once");
+        scan.running -= 1;
+        scan.broken.extend(broken);
+        if scan.running > 0 {
+            return;
+        }
+        let Scan { committed, broken, .. } = self.scans.0.remove(&save).expect("found above");
         if committed.is_empty() {
-            return self.change_save(save, SaveEvent::Scanned(broken.to_vec()), base);
+            return self.change_save(save, SaveEvent::Scanned(broken), base);
         }
         committed.iter().for_each(|(slot, _)| base.cx.dram.unhold(*slot, HolderId::NOBODY));
         let keys = committed.iter().filter(|(slot, _)| broken.contains(slot)).map(|(_, key)| *key);

@@ -380,6 +380,21 @@ fn a_second_large_prompt_waits_for_the_end_of_the_first() {
 }
 
 #[test]
+fn what_came_in_a_stream_is_not_saved_again() {
+    let mut scene = large();
+    assert_eq!(streamed(&mut scene, |_| READ_MS, usize::MAX).hits, PROMPT);
+    scene.engine.open(2, 0..PROMPT);
+    scene.engine.out.clear();
+    // Each in its own step.
+    for (log, copied) in [(1, false), (2, true)] {
+        let op = scene.next_op();
+        scene.engine.post_save(log, op, 0..PROMPT, false);
+        scene.engine.fences(RANKS[0], op, op);
+        assert_eq!(!scene.engine.copies().is_empty(), copied, "log {log}");
+    }
+}
+
+#[test]
 fn a_load_that_a_step_waits_for_gets_no_part_of_a_stream() {
     let mut scene = large();
     let op = ask(&mut scene, 1, PROMPT, true);

@@ -46,8 +46,8 @@ struct Arguments {
 enum Command {
     /// Serve the engines of this host until SIGTERM.
     Serve {
-        /// File with the same options, as `name = "value"` lines of TOML. Flags and environment variables override
-        /// it.
+        /// File with the same options, as `name = "value"` lines of TOML; an option with several values has a list.
+        /// Flags and environment variables override it.
         #[arg(long, value_name = "FILE.toml")]
         config: Option<PathBuf>,
         /// Set by the process 1 that started this one; see `init`.

@@ -68,7 +68,7 @@ enum Command {
     Inject(inject::InjectOptions),
     /// Copy the connector for vLLM into a folder; an init container does so in the engine's pod.
     Connector(connector::ConnectorOptions),
-    /// Send each prompt to one engine to compute it and to another to answer it; see docs/prefill-decode.md.
+    /// Route for disaggregated prefill: one engine computes a prompt, another answers it; see docs/prefill-decode.md.
     Route(Box<router::RouteOptions>),
     /// Check this host, or two engines meant to share blocks. Exit status: 0 nothing to change, 1 something
     /// to change, 2 an unreadable file.

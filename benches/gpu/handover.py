@@ -1,4 +1,4 @@
-"""Prefill here, decode there: first tokens at an engine D of prompts computed by an engine P, on one GPU or two.
+"""Disaggregated prefill: first tokens at an engine D of prompts computed by an engine P, on one GPU or two.
 
 Both are vLLM engines in processes of their own, at the same time. The KV goes from P to D through Pillion's sidecar, or with
 `--rival nixl` through vLLM's NixlConnector. This process is the router: it hands P's answer to D, or asks both at once. With

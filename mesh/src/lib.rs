@@ -1,4 +1,4 @@
-//! Blocks between pods.
+//! The mesh: sidecars of several pods share blocks.
 //!
 //! Job: know the members ([`membership`], [`control`]); announce this node's blocks to its peers and receive
 //! their announcements ([`feed`]); find peers with a block ([`directory`], of [`digest`]s); carry the bytes

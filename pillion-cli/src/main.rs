@@ -46,8 +46,8 @@ struct Arguments {
 enum Command {
     /// Serve the engines of this host until SIGTERM.
     Serve {
-        /// File with the same options, as `name = "value"` lines of TOML. Flags and environment variables override
-        /// it.
+        /// File with the same options, as `name = "value"` lines of TOML; an option with several values has a list.
+        /// Flags and environment variables override it.
         #[arg(long, value_name = "FILE.toml")]
         config: Option<PathBuf>,
         /// Set by the process 1 that started this one; see `init`.
@@ -68,7 +68,7 @@ enum Command {
     Inject(inject::InjectOptions),
     /// Copy the connector for vLLM into a folder; an init container does so in the engine's pod.
     Connector(connector::ConnectorOptions),
-    /// Send each prompt to one engine to compute it and to another to answer it; see docs/prefill-decode.md.
+    /// Route for disaggregated prefill: one engine computes a prompt, another answers it; see docs/prefill-decode.md.
     Route(Box<router::RouteOptions>),
     /// Check this host, or two engines meant to share blocks. Exit status: 0 nothing to change, 1 something
     /// to change, 2 an unreadable file.

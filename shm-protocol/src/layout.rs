@@ -1,4 +1,4 @@
-//! The places of all words in a session's memfd. Offsets in bytes, words little-endian, version 1.
+//! The places of all words in a session's memfd: offsets in bytes, words little-endian.
 //!
 //! The sidecar creates the memfd, fixes its size by seals and writes the header, version word last. Each hot
 //! word has a cache line of its own, so the two sides do not slow each other down by writing neighbours.

@@ -112,8 +112,7 @@ options! {
     /// /nvme/pillion:500GiB. May be given several times
     ///
     /// At least 17 MiB, each path once. In a folder the file is named pillion.log. A missing file is created only on
-    /// a mounted disk; with :create behind the size it is created on any disk, the root disk too. The configuration
-    /// file takes a list.
+    /// a mounted disk; with :create behind the size it is created on any disk, the root disk too.
     #[arg(long, value_name = "PATH:SIZE[:create]", value_delimiter = ',')]
     #[serde(default)]
     ssd: Vec<Disk>,
@@ -154,7 +153,7 @@ options! {
     /// Most bytes of --dram for the blocks of a namespace, such as 7cec6c4d=10GiB. May be given several times
     ///
     /// The namespace is 8 to 32 hex digits, or `others` for all namespaces without a quota of their own. At most 256
-    /// quotas. The configuration file takes a list.
+    /// quotas.
     #[arg(long, value_name = "NAMESPACE=SIZE", value_delimiter = ',')]
     quota: Option<Vec<NamespaceQuota>>,
     /// Group, by name or number, whose members may connect in addition to this user and root

@@ -12,7 +12,7 @@ import pytest
 
 BENCHES = Path(__file__).resolve().parents[2] / "benches"
 # These sections have measured figures; the table of promises also has ratios of them.
-SECTIONS = ("Copies", "Rivals", "Prefill here, decode there")
+SECTIONS = ("Copies", "Rivals", "Disaggregated prefill")
 FILE = re.compile(r"\((gpu/results/[\w.-]+)\)")
 NUMBER = re.compile(r"(?<![\w.-])-?\d*\.?\d+(?![\w.])")
 

@@ -1,4 +1,4 @@
-//! Keeps blocks and gives them back.
+//! The memory and the disks of one sidecar: the place of each kept block, its eviction, and its leases.
 //!
 //! Job: the slot of each block ([`dram`]: index, slab, eviction, leases) and the memory of those slots
 //! ([`pool`]). The two meet in the caller: [`dram::Dram`] decides, purely, and the caller carries its

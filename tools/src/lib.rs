@@ -1,4 +1,4 @@
-//! The commands of `pillion` around `pillion serve` and `pillion route`.
+//! All commands of `pillion` but `pillion serve` and `pillion route`.
 //!
 //! Job: ask a running sidecar ([`ctl`]) and show its figures live ([`top`]), find faults of a host or a pair of engines ([`doctor`]),
 //! measure the machine ([`bench`]), derive keys without an engine ([`keys`]), name an engine's facts ([`facts`]), add sidecars to pods

@@ -1,4 +1,4 @@
-//! An engine's rules for its cache: the hits served to each request, the blocks saved and when, and the KV never to be believed.
+//! An engine's rules for its cache: the hits served to each request, the blocks saved and when, and the KV that is not trusted.
 //!
 //! The engine hands over numbers: arriving and ending requests, their blocks, the scheduled steps, and the steps with a taken output. The
 //! policy answers with the loads, the requests to look at in a step, and the blocks to hold. Nothing here reads a clock or waits: if an

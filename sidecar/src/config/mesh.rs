@@ -38,7 +38,7 @@ options! {
     ///
     /// Every address of a name is followed, and names are resolved again every 10 s. This node's own address may be
     /// among them. A node serves only members that it has found itself; a peer that starts later is dialled as soon
-    /// as it follows this node. Excludes --etcd. The configuration file takes a list.
+    /// as it follows this node. Excludes --etcd.
     #[arg(long = "peer", value_name = "HOST:PORT", value_delimiter = ',')]
     #[serde(default)]
     peer: Vec<String>,
@@ -47,7 +47,7 @@ options! {
     ///
     /// Each sidecar registers one key under a lease of 10 s. A killed sidecar registers again when that lease has
     /// ended, or at once if it returns with its pool file. While etcd is unreachable the last known members stay in
-    /// use. Excludes --peer. The configuration file takes a list.
+    /// use. Excludes --peer.
     #[arg(long = "etcd", value_name = "URL", value_delimiter = ',')]
     #[serde(default)]
     etcd: Vec<String>,
@@ -68,8 +68,6 @@ options! {
     etcd_password_file: Option<PathBuf>,
     /// An engine of this node for routers of the mesh: its URL and role (prefill, decode or both), such as
     /// http://10.0.0.1:8000=both. May be given 16 times
-    ///
-    /// The configuration file takes a list.
     #[arg(long = "engine-url", value_name = "URL=ROLE", value_delimiter = ',')]
     #[serde(default)]
     engine_url: Vec<AnnouncedEngine>,
@@ -113,7 +111,7 @@ options! {
     /// All nodes with NICs need the same number of them; others are refused. NICs of two nodes are paired by NUMA
     /// node, then by order. RDMA traffic has no encryption and no authentication, even with TLS. Needs libibverbs, and
     /// the right to lock the pool in memory; blocks to and from a node without that right travel over TCP, and its
-    /// log names the remedy. The configuration file takes a list.
+    /// log names the remedy.
     #[arg(long = "nics", value_name = "NAME,...", value_delimiter = ',')]
     #[serde(default)]
     nics: Vec<String>,

@@ -265,7 +265,7 @@ pub struct Saved {
     pub op: u64,
     /// Blocks now kept under their keys by this save.
     pub committed: u32,
-    /// Blocks that were kept before, or are being saved by another request.
+    /// Blocks that were kept before, are being saved by another request, or came in a stream.
     pub present: u32,
     /// Blocks given up because their source was about to be overwritten.
     pub cancelled: u32,

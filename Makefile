@@ -122,6 +122,7 @@ sanitize: setup ## address and thread sanitizers over the Rust tests
 lint: setup ## formatting, clippy, ruff, mypy, typos, cargo-deny, advisories where their database can be fetched, the rules of scripts/tidy and scripts/edges, pictures, generated pages
 	cargo fmt --all --check
 	cargo fmt --manifest-path examples/candle/Cargo.toml --check
+	cargo update --manifest-path examples/candle/Cargo.toml --workspace --locked --quiet
 	@scripts/part clippy cargo clippy --workspace --all-targets --features connector-shim/python,connector-shim/c,mesh/rdma --quiet -- -D warnings
 	@scripts/part clippy-without-etcd cargo clippy --package sidecar --quiet -- -D warnings
 	ruff check .

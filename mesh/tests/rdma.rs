@@ -185,6 +185,57 @@ fn asks_and_leases_go_over_tls() {
 }
 
 #[test]
+fn standing_asks_are_granted_behind_the_commit_and_let_others_pass() {
+    let Some(_wire) = wire() else { return };
+    let (mut one, other) = pair(|_| {});
+    let labels = labels(14, 700_000);
+    let (promised, others) = labels.split_at(8);
+    others.iter().for_each(|label| other.keep(*label, false));
+    let fetching = one.stand(1, promised, LONG);
+    let asks = other.standing_asks(promised.len());
+    assert!(asks.len() > 1, "of 4 MiB at most");
+    assert!(one.get(1, others, LONG).iter().all(Result::is_ok), "they pass");
+    let asked = other.seen(|seen| seen.asked.len());
+    // A stream reads other blocks meanwhile, and the last ask is granted first.
+    let beside = one.fetch(1, others, LONG);
+    for (ask, labels) in asks.iter().rev() {
+        labels.iter().for_each(|label| other.keep(*label, false));
+        other.grant(*ask, labels);
+    }
+    assert!(one.ends(&fetching).iter().chain(&one.ends(&beside)).all(Result::is_ok));
+    let again =
+        other.seen(|seen| seen.asked[asked..].iter().flat_map(|asked| asked.2.clone()).collect::<Vec<_>>());
+    assert!(again.iter().all(|label| others.contains(label)), "no promised block was asked for again");
+    one.check_ends();
+    other.check_releases();
+}
+
+#[test]
+fn a_standing_ask_over_a_link_that_goes_down_ends_and_gives_its_slots_back() {
+    let Some(_wire) = wire() else { return };
+    let (mut one, other) = pair(|_| {});
+    let labels = labels(4, 1_310_720);
+    let fetching = one.stand(1, &labels, Duration::from_millis(1500));
+    let asks = other.standing_asks(labels.len());
+    // The streams go over loopback and stay up: READs fail, or the time is over.
+    network("ip link set h1 down");
+    for (ask, labels) in &asks {
+        labels.iter().for_each(|label| other.keep(*label, false));
+        other.grant(*ask, labels);
+    }
+    let ends = one.ends(&fetching);
+    mend();
+    assert!(
+        ends.iter().all(|end| matches!(end, Err(FetchFault::Peer(_) | FetchFault::Timeout(_)))),
+        "{ends:?}"
+    );
+    recovers(&mut one, &labels);
+    other.transport().remove_peer(PeerNumber(1));
+    one.check_ends();
+    other.check_releases();
+}
+
+#[test]
 fn under_load_every_block_ends_once_and_a_slot_given_back_is_not_written() {
     let Some(_wire) = wire() else { return };
     let (mut one, other) = pair(|_| {});

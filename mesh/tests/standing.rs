@@ -15,26 +15,12 @@ fn labels(numbers: std::ops::Range<u64>, bytes: u32) -> Vec<Label> {
     numbers.map(|number| label(number, bytes)).collect()
 }
 
-/// Waits for so many standing asks. Returns each with its blocks, in the order of the prompt.
-fn standing_asks(owner: &Node, blocks: usize) -> Vec<(u64, Vec<Label>)> {
-    owner.wait("standing asks", |seen| {
-        let mut asks = Vec::new();
-        for (ask, terms) in &seen.standing {
-            let (.., labels) = seen.asked.iter().find(|asked| asked.0 == *ask)?;
-            asks.push((terms.place, *ask, labels.clone()));
-        }
-        asks.sort_by_key(|(place, ..)| *place);
-        let asked: usize = asks.iter().map(|(.., labels)| labels.len()).sum();
-        (asked == blocks).then(|| asks.into_iter().map(|(_, ask, labels)| (ask, labels)).collect())
-    })
-}
-
 #[test]
 fn blocks_follow_their_commit_without_another_ask_and_let_others_pass() {
     let (mut one, other) = pair(patient());
     let promised = labels(0..40, 500_000);
     let fetching = one.stand(1, &promised, LONG);
-    let asks = standing_asks(&other, promised.len());
+    let asks = other.standing_asks(promised.len());
     let places: Vec<u32> = other.seen(|seen| seen.standing.iter().map(|(_, terms)| terms.place).collect());
     assert_eq!(places.iter().min(), Some(&7), "the place of the first block");
     assert!(asks.len() >= STREAMS_DEFAULT, "every stream has some: {}", asks.len());
@@ -92,7 +78,7 @@ fn a_standing_fetch_ends_in_time_and_its_stream_stays_usable() {
     let (mut one, other) = pair(patient());
     let promised = labels(0..6, 200_000);
     let fetching = one.stand(1, &promised, Duration::from_millis(100));
-    let asks = standing_asks(&other, promised.len());
+    let asks = other.standing_asks(promised.len());
     let late = Err(FetchFault::Timeout(FetchStage::Whole));
     assert_eq!(one.ends(&fetching), vec![late; promised.len()]);
     // A grant that comes later is read and dropped.
@@ -126,7 +112,7 @@ fn a_standing_ask_ends_with_its_connection() {
     let (mut one, mut other) = pair(patient());
     let promised = labels(0..4, 100_000);
     let fetching = one.stand(1, &promised, LONG);
-    let asks = standing_asks(&other, promised.len());
+    let asks = other.standing_asks(promised.len());
     // The owner fences the reader.
     other.transport().remove_peer(PeerNumber(1));
     let ends = one.ends(&fetching);
@@ -140,7 +126,7 @@ fn a_standing_ask_ends_with_its_connection() {
     other.transport().add_peer(PeerNumber(1), one.as_peer());
     std::thread::sleep(patient().back_off_max);
     let fetching = one.stand(1, &promised, LONG);
-    standing_asks(&other, 2 * promised.len());
+    other.standing_asks(2 * promised.len());
     other.kill();
     assert!(one.ends(&fetching).iter().all(Result::is_err));
     one.check_ends();
@@ -151,7 +137,7 @@ fn a_cancelled_standing_fetch_gives_its_slots_back_at_once() {
     let (mut one, other) = pair(patient());
     let promised = labels(0..4, 100_000);
     let fetching = one.stand(1, &promised, LONG);
-    let asks = standing_asks(&other, promised.len());
+    let asks = other.standing_asks(promised.len());
     one.transport().cancel(fetching.ticket);
     assert_eq!(one.ends(&fetching), vec![Err(FetchFault::Stopped); promised.len()]);
     for (_, offset) in &fetching.blocks {

@@ -220,7 +220,7 @@ impl DataPath for Ways {
         if let Some(queues) = self.queues.get() {
             if let Some(met) = fetch::meet_peer(queues, number, shared, link, &mut wire)? {
                 lock_mutex(&self.late).remove(&link.number);
-                return Ok(Box::new(fetch::RdmaReader::new(met, shared, link, wire)));
+                return Ok(Box::new(fetch::RdmaReader::new(number, met, shared, link, wire)));
             }
             if lock_mutex(&self.late).insert(link.number) {
                 let peer = &link.peer.node;

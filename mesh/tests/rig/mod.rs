@@ -282,6 +282,20 @@ impl Node {
         self.fetch_by(peer, labels, deadline, None)
     }
 
+    /// Waits for so many standing asks. Returns each with its blocks, in the order of the prompt.
+    pub(crate) fn standing_asks(&self, blocks: usize) -> Vec<(u64, Vec<Label>)> {
+        self.wait("standing asks", |seen| {
+            let mut asks = Vec::new();
+            for (ask, terms) in &seen.standing {
+                let (.., labels) = seen.asked.iter().find(|asked| asked.0 == *ask)?;
+                asks.push((terms.place, *ask, labels.clone()));
+            }
+            asks.sort_by_key(|(place, ..)| *place);
+            let asked: usize = asks.iter().map(|(.., labels)| labels.len()).sum();
+            (asked == blocks).then(|| asks.into_iter().map(|(_, ask, labels)| (ask, labels)).collect())
+        })
+    }
+
     /// Begins a fetch of promised blocks, the first of them at place 7 of its prompt.
     pub(crate) fn stand(&mut self, peer: u32, labels: &[Label], deadline: Duration) -> Fetching {
         let terms = StandingTerms { patience_ms: deadline.as_millis() as u32, place: 7 };

@@ -362,8 +362,6 @@ impl PeersPort {
                 MeshEvent::Joined(number)
             }
             MemberEvent::Greeted { number: peer, keeps_asks, lists_blocks, .. } => {
-                // Over RDMA an ask is answered by a lease, which begins at the commit of all its blocks.
-                let keeps_asks = keeps_asks && !self.transports.is_by_rdma(peer);
                 MeshEvent::Greeted { peer, keeps_asks, lists_blocks }
             }
             MemberEvent::Leaving { number } => {

@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::io::ErrorKind;
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -14,6 +15,7 @@ use crate::refusals::Reason;
 use crate::sync::read_clock;
 use crate::transport::tcp::TcpShared;
 use crate::transport::tcp::data_path::ConnectedFetch;
+use crate::transport::tcp::fetch::standing::{PeerWait, StandingPieces};
 use crate::transport::tcp::frame::lease::{AskId, Lent, LentPlace};
 use crate::transport::tcp::frame::{ASKS_MAX, Frame};
 use crate::transport::tcp::link::PeerLink;
@@ -35,6 +37,8 @@ pub(super) struct RdmaReader {
     key: u32,
     /// Loans in the order of their asks, in which they are lent, read and given back.
     loans: VecDeque<Loan>,
+    /// Pieces whose asks stand at the peer. Once it has lent a piece's blocks, the piece is a loan behind those lent before.
+    standing: StandingPieces,
     /// Number of ended loans: the number of the first one above.
     ended: u64,
     /// Blocks to read, by loan and place.
@@ -118,8 +122,9 @@ pub(super) fn meet_peer(
 // === impl RdmaReader ===
 
 impl RdmaReader {
-    /// A reader over a stream and its queue pair.
+    /// A reader over stream `number` and its queue pair.
     pub(super) fn new(
+        number: usize,
         (queue, key): (verbs::ReadQueue, u32),
         shared: &Arc<TcpShared>,
         link: &Arc<PeerLink>,
@@ -132,6 +137,7 @@ impl RdmaReader {
             link: Arc::clone(link),
             key,
             loans: VecDeque::new(),
+            standing: StandingPieces::new(number, link),
             ended: 0,
             todo: VecDeque::new(),
             reads: VecDeque::new(),
@@ -147,14 +153,16 @@ impl RdmaReader {
         let unread = |loan: &&Loan| loan.state != LoanState::Read;
         let bytes: u64 = self.loans.iter().filter(unread).map(|loan| loan.piece.asked_bytes()).sum();
         let room = self.loans.len() < ASKS_MAX && bytes + PIECE_BYTES_MAX <= ASKED_BYTES_MAX;
-        room.then(|| self.link.try_next()).flatten()
+        room.then(|| self.link.try_next()).flatten().or_else(|| self.standing.next())
     }
 
     fn ask_blocks(&mut self, piece: FetchPiece) -> Result<(), FetchFault> {
-        let (ask, since) = (piece.ask_frame(), read_clock());
-        let left = piece.block_count();
-        let loan = Loan { piece, state: LoanState::Asked, since, until: since, blocks: Vec::new(), left };
-        self.loans.push_back(loan);
+        let ask = piece.ask_frame();
+        if piece.stands() {
+            self.standing.push(piece);
+        } else {
+            self.loans.push_back(Loan::new(piece));
+        }
         self.send_frame(&ask)
     }
 
@@ -189,9 +197,13 @@ impl RdmaReader {
     }
 
     fn lent(&mut self, lent: Lent) -> Result<(), FetchFault> {
-        let at = self.loans.iter().position(|loan| loan.state == LoanState::Asked);
+        let asked = self.loans.iter().position(|loan| loan.state == LoanState::Asked);
         let unasked = FetchFault::Malformed("a lease that was not requested");
-        let at = at.filter(|at| self.loans[*at].ask_id() == lent.turn).ok_or(unasked)?;
+        let at = asked.unwrap_or(self.loans.len());
+        if asked.is_none_or(|at| self.loans[at].ask_id() != lent.turn) {
+            let piece = self.standing.take(lent.turn.ticket, lent.turn.first).ok_or(unasked)?;
+            self.loans.insert(at, Loan::new(piece));
+        }
         let (loan, number) = (&mut self.loans[at], self.ended + at as u64);
         if loan.piece.block_count() != lent.places.len() {
             return Err(unasked);
@@ -330,14 +342,22 @@ impl RdmaReader {
         // This limit holds even while READs go on.
         let held = self.loans.iter().filter_map(Loan::held_in_vain_since);
         let held = held.map(|since| (since + limits.progress, FetchStage::Progress));
-        let awaited = answer.chain(reading).chain(held);
-        let (until, stage) = awaited.min_by_key(|(until, _)| *until).expect("something is awaited");
-        match self.wire.wait_readable(true, &self.queue, until) {
+        let stands = self.standing.end(limits.first_byte).map(|end| (end, FetchStage::FirstByte));
+        let awaited = answer.chain(reading).chain(held).chain(stands);
+        let (end, stage) = awaited.min_by_key(|(end, _)| *end).expect("something is awaited");
+        // A piece may have come before there was a bell.
+        let Some(PeerWait { bell, until }) = self.standing.wait(end)? else { return Ok(()) };
+        let bells = [Some(self.queue.as_fd()), bell.as_deref().map(AsFd::as_fd)];
+        let bells: Vec<_> = bells.into_iter().flatten().collect();
+        match self.wire.wait_readable(true, &bells, until) {
             Ok(true) => {
+                self.standing.hush();
                 self.queue.disarm();
                 self.armed = false;
                 Ok(())
             }
+            // A piece of another stream may be taken.
+            Ok(false) if until < end => Ok(()),
             Ok(false) => Err(FetchFault::Timeout(stage)),
             // Frames sent before the peer hung up count.
             Err(Broken::Eof) => self.readable().map(drop),
@@ -359,7 +379,7 @@ impl ConnectedFetch for RdmaReader {
             while let Some(piece) = next.take().or_else(|| self.more()) {
                 self.ask_blocks(piece)?;
             }
-            if self.loans.is_empty() {
+            if self.loans.is_empty() && self.standing.is_empty() {
                 return Ok(());
             }
             let heard = self.take_frames()?;
@@ -373,16 +393,22 @@ impl ConnectedFetch for RdmaReader {
     }
 
     fn hang_up(self: Box<Self>) -> Vec<FetchPiece> {
-        let Self { queue, loans, .. } = *self;
+        let Self { queue, loans, standing, .. } = *self;
         // Dropped first: from then on no READ writes a slot.
         drop(queue);
-        loans.into_iter().map(|loan| loan.piece).collect()
+        loans.into_iter().map(|loan| loan.piece).chain(standing.into_pieces()).collect()
     }
 }
 
 // === impl Loan ===
 
 impl Loan {
+    /// A loan of the blocks that are asked for now, or were lent just now upon a standing ask.
+    fn new(piece: FetchPiece) -> Self {
+        let (since, left) = (read_clock(), piece.block_count());
+        Self { piece, state: LoanState::Asked, since, until: since, blocks: Vec::new(), left }
+    }
+
     fn ask_id(&self) -> AskId {
         AskId { ticket: self.piece.fetch.ticket, first: self.piece.indexes.start }
     }

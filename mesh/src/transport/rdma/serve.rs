@@ -1,6 +1,7 @@
 //! The serving side of one connection, and its thread: it lends slots, and takes them back in time.
 
 use std::collections::VecDeque;
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -130,8 +131,11 @@ impl Lender<'_> {
             self.asks.collect_grants();
             while wire.readable()? {
                 match wire.frame(read_clock() + limits.progress)? {
-                    Frame::Ask(ask) if !self.asks.full() => self.asks.take_on(ask, None),
-                    Frame::Ask(_) => return Err(MalformedFrame::Bytes("more Asks than may wait").into()),
+                    Frame::Ask(ask) if !self.asks.overfull() => self.asks.take_on(ask, None),
+                    Frame::Stand(terms, ask) if !self.asks.overfull() => self.asks.take_on(ask, Some(terms)),
+                    Frame::Ask(_) | Frame::Stand(..) => {
+                        return Err(MalformedFrame::Bytes("more Asks than may wait").into());
+                    }
                     Frame::Read(turn) => {
                         if !self.take_back(turn)? {
                             return Ok(LendingEnd::Late(turn));
@@ -150,7 +154,7 @@ impl Lender<'_> {
                 return Ok(LendingEnd::Late(turn_of(&late.ask)));
             }
             let until = end.unwrap_or_else(|| read_clock() + limits.idle * 2);
-            if !wire.wait_readable(true, self.asks.bell(), until)? && end.is_none() {
+            if !wire.wait_readable(true, &[self.asks.bell().as_fd()], until)? && end.is_none() {
                 return Ok(LendingEnd::Idle);
             }
         }

@@ -1,6 +1,7 @@
 //! The fetching side: fetches under way, and the streams for them.
 
 mod exchange;
+pub(in crate::transport) mod standing;
 mod stream;
 
 use std::collections::HashMap;

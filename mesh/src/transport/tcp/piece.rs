@@ -178,7 +178,7 @@ impl FetchPiece {
     }
 
     /// True if its ask stands at the peer until the blocks are committed.
-    pub(super) fn stands(&self) -> bool {
+    pub(in crate::transport) fn stands(&self) -> bool {
         self.fetch.standing.is_some()
     }
 

@@ -2,7 +2,7 @@
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::TcpStream;
-use std::os::fd::AsFd;
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -218,18 +218,19 @@ impl Wire {
         Ok(())
     }
 
-    /// Waits until the peer has sent something or hung up, or `bell` is readable. Returns false at `until`.
+    /// Waits until the peer has sent something or hung up, or one of `bells` is readable. Returns false at `until`.
     pub(in crate::transport) fn wait_readable(
         &mut self,
         listen: bool,
-        bell: impl AsFd,
+        bells: &[BorrowedFd<'_>],
         until: Instant,
     ) -> Result<bool, Broken> {
         if listen && self.buffered()? {
             return Ok(true);
         }
         let events = if listen { PollFlags::IN | PollFlags::RDHUP } else { PollFlags::RDHUP };
-        let mut fds = [PollFd::new(&*self.stream, events), PollFd::new(&bell, PollFlags::IN)];
+        let bells = bells.iter().map(|bell| PollFd::from_borrowed_fd(*bell, PollFlags::IN));
+        let mut fds: Vec<_> = std::iter::once(PollFd::new(&*self.stream, events)).chain(bells).collect();
         let limit = Timespec::try_from(until.saturating_duration_since(read_clock())).ok();
         match rustix::event::poll(&mut fds, limit.as_ref()) {
             Ok(ready) => {

@@ -83,11 +83,6 @@ impl Transports {
         }
     }
 
-    /// True if a member's blocks travel over RDMA.
-    pub(super) fn is_by_rdma(&self, number: PeerNumber) -> bool {
-        self.by_rdma.contains(&number)
-    }
-
     /// Removes a member.
     pub(super) fn remove_peer(&mut self, number: PeerNumber) {
         self.of_peer(number).remove_peer(number);

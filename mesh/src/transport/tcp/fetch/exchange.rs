@@ -6,17 +6,16 @@
 
 use std::collections::VecDeque;
 use std::hash::Hasher;
-use std::os::fd::OwnedFd;
+use std::os::fd::AsFd;
 use std::sync::Arc;
-use std::time::Duration;
 
-use shm_protocol::wait;
 use twox_hash::XxHash3_64;
 
+use super::standing::{PeerWait, StandingPieces};
 use crate::sync::read_clock;
 use crate::transport::tcp::TcpShared;
 use crate::transport::tcp::data_path::ConnectedFetch;
-use crate::transport::tcp::frame::{ASKS_MAX, Block, BlockStatus, Frame, STANDING_MAX};
+use crate::transport::tcp::frame::{ASKS_MAX, Block, BlockStatus, Frame};
 use crate::transport::tcp::link::PeerLink;
 use crate::transport::tcp::piece::{FetchPiece, PIECE_BYTES_MAX, RunningFetch};
 use crate::transport::tcp::wire::{Broken, CHUNK_BYTES, Wire};
@@ -25,8 +24,6 @@ use crate::transport::{FetchFault, FetchStage};
 /// Maximum bytes asked for and not received: two pieces, so the peer looks up the second while it sends the
 /// first.
 const ASKED_BYTES_MAX: u64 = 2 * PIECE_BYTES_MAX;
-/// Shortest wait for a piece of another stream.
-const SHORTEST: Duration = Duration::from_millis(1);
 
 pub(in crate::transport::tcp) struct Exchange {
     shared: Arc<TcpShared>,
@@ -35,12 +32,9 @@ pub(in crate::transport::tcp) struct Exchange {
     /// Pieces asked for, in order. The range of the first one begins at the next block.
     flight: VecDeque<FetchPiece>,
     /// Pieces whose asks stand at the peer. At its first block a piece becomes the first one of `flight`.
-    standing: Vec<FetchPiece>,
+    standing: StandingPieces,
     /// Bytes of blocks in `flight`, asked for and not received.
     asked_bytes: u64,
-    number: usize,
-    /// Signalled at each new piece; made with the first standing ask.
-    bell: Option<Arc<OwnedFd>>,
 }
 
 /// The result of receiving a block's bytes.
@@ -91,7 +85,7 @@ impl ConnectedFetch for Exchange {
     }
 
     fn hang_up(self: Box<Self>) -> Vec<FetchPiece> {
-        self.flight.into_iter().chain(self.standing).collect()
+        self.flight.into_iter().chain(self.standing.into_pieces()).collect()
     }
 }
 
@@ -102,17 +96,15 @@ impl Exchange {
         link: Arc<PeerLink>,
         wire: Wire,
     ) -> Self {
-        let (flight, standing, asked_bytes, bell) = Default::default();
-        Self { shared, link, wire, flight, standing, asked_bytes, number, bell }
+        let standing = StandingPieces::new(number, &link);
+        Self { shared, link, wire, flight: VecDeque::new(), standing, asked_bytes: 0 }
     }
 
-    /// The next waiting piece, if there is room to ask for it. Standing asks take none of the room of others.
+    /// The next waiting piece, if there is room to ask for it.
     fn more(&self) -> Option<FetchPiece> {
         let room = self.flight.len() < ASKS_MAX && self.asked_bytes + PIECE_BYTES_MAX <= ASKED_BYTES_MAX;
         let next = room.then(|| self.link.try_next()).flatten();
-        next.or_else(|| {
-            (self.standing.len() < STANDING_MAX).then(|| self.link.try_standing(self.number)).flatten()
-        })
+        next.or_else(|| self.standing.next())
     }
 
     fn ask_piece(&mut self, piece: FetchPiece) -> Result<(), FetchFault> {
@@ -130,16 +122,10 @@ impl Exchange {
     /// Waits until the peer has sent something, while all asks stand. Returns false at a new piece.
     fn wait_for_block(&mut self) -> Result<bool, FetchFault> {
         let broken = |broken: Broken| broken.fault(FetchStage::FirstByte);
-        let Some(bell) = self.bell.clone() else {
-            // A piece may have come before there was a bell.
-            self.set_bell()?;
-            return Ok(false);
-        };
-        let limit = self.shared.config.limits.first_byte;
-        let last = self.standing.iter().map(|piece| piece.fetch.until()).min().expect("one stands") + limit;
-        let until = self.link.next_shared().map_or(last, |from| last.min(from.max(read_clock() + SHORTEST)));
-        self.wire.wait_readable(true, &*bell, until).map_err(broken)?;
-        let _ = rustix::io::read(&*bell, &mut [0u8; 8]);
+        let last = self.standing.end(self.shared.config.limits.first_byte).expect("one stands");
+        let Some(PeerWait { bell, until }) = self.standing.wait(last)? else { return Ok(false) };
+        self.wire.wait_readable(true, bell.as_deref().map(AsFd::as_fd).as_slice(), until).map_err(broken)?;
+        self.standing.hush();
         let readable = self.wire.readable().map_err(broken)?;
         if !readable && read_clock() >= last {
             return Err(FetchFault::Timeout(FetchStage::FirstByte));
@@ -147,18 +133,9 @@ impl Exchange {
         Ok(readable)
     }
 
-    fn set_bell(&mut self) -> Result<(), FetchFault> {
-        let made = wait::make_eventfd();
-        let bell = made.map_err(|errno| FetchFault::Peer(std::io::Error::from(errno).kind()))?;
-        self.link.set_bell(self.number, self.bell.insert(Arc::new(bell)));
-        Ok(())
-    }
-
     /// Makes a standing piece the first one to receive, if this is its first block.
     fn begin_standing(&mut self, block: &Block) {
-        let found = self.standing.iter().position(|piece| piece.begins_with(block.ticket, block.index));
-        if let Some(at) = found {
-            let piece = self.standing.swap_remove(at);
+        if let Some(piece) = self.standing.take(block.ticket, block.index) {
             self.asked_bytes += piece.asked_bytes();
             self.flight.push_front(piece);
         }

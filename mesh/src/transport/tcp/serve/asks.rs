@@ -78,6 +78,12 @@ impl<'a> StreamAsks<'a> {
         self.flight.len() >= ASKS_MAX
     }
 
+    /// Returns true if the peer has sent as many asks, standing or not, as may wait.
+    #[cfg(feature = "rdma")]
+    pub(in crate::transport) fn overfull(&self) -> bool {
+        self.flight.len() + self.standing.len() >= ASKS_MAX + STANDING_MAX
+    }
+
     /// Collects the caller's grants since the last call.
     pub(in crate::transport) fn collect_grants(&mut self) {
         let _ = rustix::io::read(&self.grants.bell, &mut [0u8; 8]);

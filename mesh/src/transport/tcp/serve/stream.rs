@@ -1,5 +1,6 @@
 //! The serving side of one connection, and its thread: asks come in, blocks follow.
 
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -51,7 +52,7 @@ impl<'a> ServingStream<'a> {
                 continue;
             }
             let until = read_clock() + self.shared.config.limits.idle * 2;
-            if !self.wire.wait_readable(!self.asks.full(), self.asks.bell(), until)? {
+            if !self.wire.wait_readable(!self.asks.full(), &[self.asks.bell().as_fd()], until)? {
                 return Ok(());
             }
         }

@@ -287,9 +287,25 @@ impl BlockProof {
             request.doubt = Some(old);
             end = old;
         }
+        let step = self.open.back().map_or(0, |open| open.number);
+        self.fill_groups(id, request, (start, end), step);
+    }
+
+    /// Notes that an open step has filled the request's blocks up to `end`, also those whose keys were not known then.
+    pub(super) fn fill_last(&mut self, id: RequestId, request: &mut FollowedRequest, end: u32, step: u64) {
+        self.fill_groups(id, request, (end, end), step);
+    }
+
+    fn fill_groups(
+        &mut self,
+        id: RequestId,
+        request: &mut FollowedRequest,
+        (start, end): (u32, u32),
+        step: u64,
+    ) {
         for group in 0..self.forms.len() {
             if self.forms[group].kind != GroupKind::State {
-                self.fill_group(id, request, group, (start, end));
+                self.fill_group(id, request, group, (start, end), step);
             }
         }
     }
@@ -358,6 +374,7 @@ impl BlockProof {
         request: &mut FollowedRequest,
         group: usize,
         (start, end): (u32, u32),
+        step: u64,
     ) {
         let form = self.forms[group];
         let part = &request.parts[group];
@@ -377,7 +394,7 @@ impl BlockProof {
         }
         request.parts[group].filled = filled;
         if filled > first
-            && let Some(step) = self.open.back_mut()
+            && let Some(step) = self.open.iter_mut().rfind(|open| open.number == step)
         {
             step.fills.push(Fill { group, blocks, owner: Some(id) });
         }

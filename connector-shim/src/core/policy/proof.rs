@@ -291,7 +291,7 @@ impl BlockProof {
         self.fill_groups(id, request, (start, end), step);
     }
 
-    /// Notes that an open step has filled the request's blocks up to `end`, also those whose keys were not known then.
+    /// Notes the request's blocks up to `end` as filled by an open step, also under keys unknown then.
     pub(super) fn fill_last(&mut self, id: RequestId, request: &mut FollowedRequest, end: u32, step: u64) {
         self.fill_groups(id, request, (end, end), step);
     }

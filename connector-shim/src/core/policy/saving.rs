@@ -69,8 +69,8 @@ impl<H: SessionHost> EnginePolicy<H> {
         posted
     }
 
-    /// Saves the blocks that a request's last step filled under keys known only since: an asynchronous engine schedules a step before it
-    /// has the last token, and an engine that speculates before it has those that a step verifies.
+    /// Saves the blocks filled by a request's last step under keys known only since: an asynchronous engine schedules a step without the
+    /// last token, and a speculating engine without the tokens verified by the step.
     pub(super) fn save_last(&mut self, id: RequestId) {
         let Some(request) = self.requests.get_mut(id) else { return };
         let (reached, step) = request.reached;

@@ -293,7 +293,8 @@ impl BlockProof {
 
     /// Notes the request's blocks up to `end` as filled by an open step, also under keys unknown then.
     pub(super) fn fill_last(&mut self, id: RequestId, request: &mut FollowedRequest, end: u32, step: u64) {
-        self.fill_groups(id, request, (end, end), step);
+        // No step writes its filled blocks again.
+        self.fill_groups(id, request, (u32::MAX, end), step);
     }
 
     fn fill_groups(

@@ -1,5 +1,7 @@
 //! Pods with shared blocks: real sidecars over loopback, every served byte compared.
 
+#[path = "../../mesh/tests/rig/authority.rs"]
+mod authority;
 mod client;
 #[path = "mesh/routers.rs"]
 mod routers;
@@ -16,10 +18,10 @@ use std::process::{Child, Command, Stdio};
 use std::sync::LazyLock;
 use std::time::Duration;
 
+use authority::Authority;
 use client::engine::{Engine, SAVED, keys_after};
 use client::sidecar::{Sidecar, free_port};
 use client::{corrupt, hex, in_time, now, pillion, watch};
-use rcgen::{BasicConstraints, CertificateParams, DnType, IsCa, Issuer, KeyPair};
 use serde_json::json;
 use shm_protocol::key::BlockHash;
 use shm_protocol::layout::QUERY_WAIT_MS_MAX;
@@ -49,23 +51,7 @@ enum Trust<'a> {
     By(&'a Authority),
 }
 
-struct Authority {
-    pem: String,
-    issuer: Issuer<'static, KeyPair>,
-}
-
 static AUTHORITY: LazyLock<Authority> = LazyLock::new(Authority::new);
-
-impl Authority {
-    fn new() -> Self {
-        let mut params = CertificateParams::default();
-        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-        params.distinguished_name.push(DnType::CommonName, "mesh");
-        let key = KeyPair::generate().unwrap();
-        let pem = params.self_signed(&key).unwrap().pem();
-        Self { pem, issuer: Issuer::new(params, key) }
-    }
-}
 
 impl Pod {
     fn new(name: &'static str) -> Self {
@@ -103,9 +89,7 @@ impl Pod {
     }
 
     fn credentials(&self, authority: &Authority) -> Vec<String> {
-        let key = KeyPair::generate().unwrap();
-        let params = CertificateParams::new([NAME.to_owned()]).unwrap();
-        let certificate = params.signed_by(&key, &authority.issuer).unwrap().pem();
+        let (certificate, key) = authority.issue(NAME, 2100);
         let file = |name: &str, text: &str| {
             let path = self.folder.path().join(name);
             std::fs::write(&path, text).unwrap();
@@ -113,7 +97,7 @@ impl Pod {
         };
         let files = [
             ("--mesh-cert", file("tls.crt", &certificate)),
-            ("--mesh-key", file("tls.key", &key.serialize_pem())),
+            ("--mesh-key", file("tls.key", &key)),
             ("--mesh-ca", file("ca.crt", &authority.pem)),
             ("--mesh-cert-name", NAME.into()),
         ];

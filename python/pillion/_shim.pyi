@@ -160,7 +160,9 @@ class Policy:
         """These blocks were not loaded."""
     def requests_failed(self, ids: list[int]) -> None:
         """The loads of these requests have failed as a whole."""
-    def end_request(self, id: int, aborted: bool, reason: int, tokens: list[int]) -> tuple[int | None, list[int]]:
+    def end_request(
+        self, id: int, numbers: Numbers, aborted: bool, reason: int, tokens: list[int]
+    ) -> tuple[int | None, list[int]]:
         """Ends a request, `aborted` before it was computed or not. Returns the tokens of its prompt kept for another engine, if
         one goes on, and blocks to hold."""
     def held(self, blocks: list[int]) -> None:

@@ -166,7 +166,7 @@ class Scheduler:
         if number is None:
             # It was aborted before it was scheduled.
             return None
-        kept, blocks = self._policy.end_request(number, *vllm_compat.answer_end(request))
+        kept, blocks = self._policy.end_request(number, self._now(request), *vllm_compat.answer_end(request))
         self._say()
         del self._requests[number]
         self._over[request.request_id] = (number, self._step)

@@ -305,9 +305,10 @@ impl<H: SessionHost> EnginePolicy<H> {
         Some((place, chain.tail()?))
     }
 
-    /// Ends a request; its saves go on, its blocks may be reused. `way`: the code of its answer's end
+    /// Ends a request with its last numbers and keys; its saves go on, its blocks may be reused. `way`: the code of its answer's end
     /// ([`way_of_end`]); 0: not known.
     pub fn end_request(&mut self, id: RequestId, way: u32) -> EndedRequest {
+        self.save_last(id);
         let way = if self.end_hints(id) { WAY_LAST } else { way };
         self.pacing.forget_request(id);
         self.check.forsake(id);

@@ -377,12 +377,16 @@ impl PyPolicy {
     fn end_request(
         &self,
         id: RequestId,
+        numbers: Numbers<'_>,
         aborted: bool,
         reason: u32,
         tokens: Vec<u32>,
     ) -> PyResult<(Option<u32>, Vec<u32>)> {
         self.recorded(|records| records.finished(id, aborted, clock::read_clock()));
-        let ended = self.with(|rules| rules.end_request(id, way_of_end(reason, &tokens)))?;
+        let ended = self.enter_rules(|rules| {
+            follow_numbers(rules, id, &numbers)?;
+            Ok(rules.end_request(id, way_of_end(reason, &tokens)))
+        })?;
         Ok((ended.handed_over, ended.hold))
     }
 

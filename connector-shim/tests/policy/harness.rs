@@ -336,6 +336,7 @@ impl Engine {
     /// The request is over, and its answer ended in this way.
     pub(crate) fn finish_in(&mut self, id: RequestId, way: u32) -> EndedRequest {
         self.running.retain(|running| *running != id);
+        self.tell(id);
         let ended = self.policy.end_request(id, way);
         self.serve();
         ended

@@ -4,7 +4,7 @@ use connector_shim::core::policy::{HintEnds, Remark};
 use shm_protocol::hints::{Advice, HintAction, HintEnd, RequestHints};
 use shm_protocol::message::{Status, WAY_LAST};
 
-use crate::harness::{BLOCK_TOKENS, Engine, Setup, full};
+use crate::harness::{BLOCK_TOKENS, Engine, Setup, full, key};
 
 const PIN: &str = r#"{"hints": [{"action": "pin", "seconds": 60}]}"#;
 
@@ -40,6 +40,20 @@ fn a_pin_is_posted_at_the_end_of_its_request_before_the_log_closes() {
     assert_eq!(engine.sidecar().closed, [0]);
     assert_eq!(engine.hint_ends(), [(id, vec![(Some(HintAction::Pin), HintEnd::Done)])]);
     assert!(!engine.policy.has_hints(id) && engine.hint_ends().is_empty());
+}
+
+#[test]
+fn an_answer_s_last_token_is_in_no_hinted_block() {
+    let mut engine = Engine::new();
+    for (answer, blocks) in [(BLOCK_TOKENS, 2), (BLOCK_TOKENS + 1, 3)] {
+        let id = engine.arrive_hinted(2, PIN);
+        engine.compute(id);
+        let request = &mut engine[id];
+        (request.tokens, request.keys) = (2 * BLOCK_TOKENS + answer, (0..3).map(key).collect());
+        engine.finish(id);
+        let advised = engine.sidecar().advised.pop();
+        assert_eq!(advised.map(|(_, count, ..)| count), Some(blocks));
+    }
 }
 
 #[test]

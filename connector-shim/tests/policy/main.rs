@@ -5,6 +5,7 @@ mod adapters;
 mod beside_others;
 mod checking;
 mod device;
+mod ends;
 mod events;
 mod handover;
 mod harness;

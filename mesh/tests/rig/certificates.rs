@@ -1,43 +1,20 @@
 //! Certificates for a test, and their files.
 
+#[path = "authority.rs"]
+mod authority;
+
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use mesh::tls::Tls;
-use rcgen::{BasicConstraints, CertificateParams, DnType, IsCa, Issuer, KeyPair, date_time_ymd};
+
+pub(crate) use self::authority::Authority;
 
 /// The name in every node's certificate.
 pub(crate) const NAME: &str = "pillion.mesh";
 
-pub(crate) struct Authority {
-    pem: String,
-    issuer: Issuer<'static, KeyPair>,
-}
-
 /// A folder with a node's files, removed at the end.
 pub(crate) struct Folder(pub(crate) PathBuf);
-
-// === impl Authority ===
-
-impl Authority {
-    pub(crate) fn new() -> Self {
-        let mut params = CertificateParams::default();
-        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-        params.distinguished_name.push(DnType::CommonName, "mesh");
-        let key = KeyPair::generate().unwrap();
-        let pem = params.self_signed(&key).unwrap().pem();
-        Self { pem, issuer: Issuer::new(params, key) }
-    }
-
-    /// A certificate with its end in this year, and its key.
-    pub(crate) fn issue(&self, name: &str, year: i32) -> (String, String) {
-        let mut params = CertificateParams::new([name.to_owned()]).unwrap();
-        params.not_before = date_time_ymd(2020, 1, 1);
-        params.not_after = date_time_ymd(year, 1, 1);
-        let key = KeyPair::generate().unwrap();
-        (params.signed_by(&key, &self.issuer).unwrap().pem(), key.serialize_pem())
-    }
-}
 
 // === impl Folder ===
 

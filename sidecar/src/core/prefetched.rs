@@ -42,11 +42,6 @@ pub(super) struct PrefetchedBlocks {
 // === impl PrefetchedBlocks ===
 
 impl PrefetchedBlocks {
-    /// True for a prefetched block on its way.
-    pub(super) fn is_coming(&self, key: &BlockKey) -> bool {
-        self.coming.contains_key(key)
-    }
-
     /// Ends the arrival of a block. Returns its parent, if it is prefetched.
     pub(super) fn take_coming(&mut self, key: &BlockKey) -> Option<Option<BlockKey>> {
         self.coming.remove(key)

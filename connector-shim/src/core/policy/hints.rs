@@ -120,9 +120,15 @@ impl<H: SessionHost> EnginePolicy<H> {
     /// Posts the hints of a request before the end of its logs. Returns true if its conversation ends.
     pub(super) fn end_hints(&mut self, id: RequestId) -> bool {
         let Some(mut followed) = self.hints.by_request.remove(&id) else { return false };
+        // The KV of an answer's last token is not computed.
+        let most = self
+            .requests
+            .get(id)
+            .map_or(0, |request| request.arrival.prompt.max(request.now.tokens.saturating_sub(1)));
         for (_, state) in &mut followed.hints {
             if let HintState::Wanted(hint) = *state {
-                *state = self.post_hint(id, hint, false);
+                let tokens = Some(hint.tokens.map_or(most, |tokens| tokens.min(most)));
+                *state = self.post_hint(id, Hint { tokens, ..hint }, false);
             }
         }
         followed.over = true;

@@ -287,9 +287,26 @@ impl BlockProof {
             request.doubt = Some(old);
             end = old;
         }
+        let step = self.open.back().map_or(0, |open| open.number);
+        self.fill_groups(id, request, (start, end), step);
+    }
+
+    /// Notes the request's blocks up to `end` as filled by an open step, also under keys unknown then.
+    pub(super) fn fill_last(&mut self, id: RequestId, request: &mut FollowedRequest, end: u32, step: u64) {
+        // No step writes its filled blocks again.
+        self.fill_groups(id, request, (u32::MAX, end), step);
+    }
+
+    fn fill_groups(
+        &mut self,
+        id: RequestId,
+        request: &mut FollowedRequest,
+        (start, end): (u32, u32),
+        step: u64,
+    ) {
         for group in 0..self.forms.len() {
             if self.forms[group].kind != GroupKind::State {
-                self.fill_group(id, request, group, (start, end));
+                self.fill_group(id, request, group, (start, end), step);
             }
         }
     }
@@ -358,6 +375,7 @@ impl BlockProof {
         request: &mut FollowedRequest,
         group: usize,
         (start, end): (u32, u32),
+        step: u64,
     ) {
         let form = self.forms[group];
         let part = &request.parts[group];
@@ -377,7 +395,7 @@ impl BlockProof {
         }
         request.parts[group].filled = filled;
         if filled > first
-            && let Some(step) = self.open.back_mut()
+            && let Some(step) = self.open.iter_mut().rfind(|open| open.number == step)
         {
             step.fills.push(Fill { group, blocks, owner: Some(id) });
         }

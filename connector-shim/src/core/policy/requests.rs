@@ -184,6 +184,8 @@ pub(super) struct FollowedRequest {
     pub(super) doubted_before: bool,
     /// Its number of preemptions when it began on its blocks.
     pub(super) began_after: u32,
+    /// Number of its leading tokens computed by the end of the last step that looked at it, and that step.
+    pub(super) reached: (u32, u64),
     /// The step in which to look at it next; its other entries in the lists of due requests are stale.
     pub(super) due: u64,
     /// True until the request is over.
@@ -270,6 +272,7 @@ impl FollowedRequest {
             doubt: None,
             doubted_before: false,
             began_after: 0,
+            reached: (0, 0),
             due: u64::MAX,
             live: true,
         }

@@ -41,6 +41,7 @@ impl<H: SessionHost> EnginePolicy<H> {
                 && let Some(request) = self.requests.get_mut(*id)
             {
                 let computed = request.now.computed + tokens;
+                request.reached = (computed, step);
                 request.slide(&self.set.forms);
                 self.proof.fill(*id, request, request.now.computed, computed);
                 if !self.set.several() {
@@ -66,6 +67,26 @@ impl<H: SessionHost> EnginePolicy<H> {
             self.requests.due_in(*id, step + wait);
         }
         posted
+    }
+
+    /// Saves the blocks filled by a request's last step under keys known only since: an asynchronous engine schedules a step without the
+    /// last token, and a speculating engine without the tokens verified by the step.
+    pub(super) fn save_last(&mut self, id: RequestId) {
+        let Some(request) = self.requests.get_mut(id) else { return };
+        let (reached, step) = request.reached;
+        // The last token's KV is not computed, or not under its key.
+        let computed = reached.min(request.now.computed).min(request.now.tokens.saturating_sub(1));
+        let has_blocks = request.now.preemptions == request.began_after;
+        let is_open = self.proof.open_steps().any(|open| open == step);
+        if !self.options.saves || !has_blocks || !is_open || request.doubt.is_some() || self.updating {
+            return;
+        }
+        self.proof.fill_last(id, request, computed, step);
+        for group in 0..self.groups.len() {
+            if self.set.forms[group].kind != GroupKind::State {
+                self.save_group(id, group, computed, step);
+            }
+        }
     }
 
     /// Number of steps until the request may fill its next block of use to another one.

@@ -2,6 +2,9 @@
 //!
 //! A source serves its requests nearly in their order. So the bytes ahead of a block are those of the
 //! requests up to it, without those ended since.
+//!
+//! A source with too little work does not show its rate. A waiter therefore judges it by its progress since the waiter's own
+//! question, or since enough bytes wait to keep it busy; until then, by its rate of earlier busy times.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -36,7 +39,9 @@ pub(in crate::core) struct Flow {
     marks: VecDeque<(u64, u64)>,
     moved_ms: u64,
     /// When its present work without a pause began, and the bytes ended by then.
-    busy: (u64, u64),
+    worked: (u64, u64),
+    /// Since when enough bytes wait to keep it busy.
+    busy_ms: Option<u64>,
     /// When its last block ended, if it has nothing to do; and the milliseconds to its first block after the
     /// last pause.
     idle_ms: Option<u64>,
@@ -79,10 +84,11 @@ impl Flow {
     fn begin_bytes(&mut self, bytes: u64, now_ms: u64) -> u64 {
         // A continuing waiter asks again at the end of its last block: that is no pause.
         if self.waiting() == 0 && self.idle_ms != Some(now_ms) {
-            self.busy = (now_ms, self.ended);
+            self.worked = (now_ms, self.ended);
         }
         self.begun += bytes;
         self.pace.began(bytes, now_ms);
+        self.note_busy(now_ms);
         self.begun
     }
 
@@ -90,12 +96,13 @@ impl Flow {
         self.ended += bytes;
         self.idle_ms = (self.waiting() == 0).then_some(now_ms);
         self.pace.end_read(bytes, moved, now_ms);
+        self.note_busy(now_ms);
         if !moved {
             return;
         }
         self.moved_ms = now_ms;
-        if self.ended - bytes == self.busy.1 {
-            self.first_ms = now_ms.saturating_sub(self.busy.0);
+        if self.ended - bytes == self.worked.1 {
+            self.first_ms = now_ms.saturating_sub(self.worked.0);
         }
         // One mark for each slice of time: its last end.
         let _ = self.marks.pop_back_if(|(ms, _)| *ms / MARK_MS == now_ms / MARK_MS);
@@ -105,11 +112,18 @@ impl Flow {
         }
     }
 
+    fn note_busy(&mut self, now_ms: u64) {
+        self.busy_ms = self.pace.is_busy().then(|| self.busy_ms.unwrap_or(now_ms));
+    }
+
     /// Returns bytes a millisecond by the progress of the last [`RECENT_MS`], or since the last progress
-    /// before; of the last [`LATE_MS`] if the next block is late. `None` without any progress.
-    fn recent(&self, now_ms: u64) -> Option<f64> {
-        let marks = self.marks.iter().copied().filter(|(ms, _)| *ms > self.busy.0);
-        let bounds: Vec<(u64, u64)> = std::iter::once(self.busy).chain(marks).collect();
+    /// before, all of it after `from_ms`; of the last [`LATE_MS`] if the next block is late. `None` without
+    /// any progress.
+    fn recent(&self, from_ms: u64, now_ms: u64) -> Option<f64> {
+        let ended = self.marks.iter().rfind(|(ms, _)| *ms <= from_ms).map_or(0, |(_, ended)| *ended);
+        let begin = (from_ms, ended.max(self.worked.1));
+        let marks = self.marks.iter().copied().filter(|(ms, _)| *ms > from_ms);
+        let bounds: Vec<(u64, u64)> = std::iter::once(begin).chain(marks).collect();
         let &[.., before, last] = &bounds[..] else { return None };
         // A block is late after twice the time between the two last ones.
         let is_late = now_ms - last.0 > 2 * (last.0 - before.0);
@@ -119,10 +133,12 @@ impl Flow {
         Some((last.1 - bound.1) as f64 / until_ms.saturating_sub(bound.0).max(1) as f64)
     }
 
-    /// Returns the present bytes a millisecond; those of earlier times until it has worked for long enough.
-    fn rate(&self, now_ms: u64) -> Option<f64> {
-        match now_ms >= self.busy.0 + RECENT_MS {
-            true => self.recent(now_ms),
+    /// Returns the present bytes a millisecond for a waiter since `since_ms`; those of earlier times until
+    /// the source has worked for long enough.
+    fn rate(&self, since_ms: u64, now_ms: u64) -> Option<f64> {
+        let from_ms = self.busy_ms.map_or(since_ms, |busy_ms| since_ms.min(busy_ms)).max(self.worked.0);
+        match now_ms >= from_ms + RECENT_MS {
+            true => self.recent(from_ms, now_ms),
             false => self.pace.rate(),
         }
     }
@@ -169,7 +185,7 @@ impl Flows {
             // An idle source begins at its pace of before, with its first byte.
             let (rate, first_ms) = match flow.waiting() {
                 0 => (flow.pace.rate(), flow.first_ms),
-                _ => (flow.rate(now_ms), 0),
+                _ => (flow.rate(now_ms, now_ms), 0),
             };
             let rate = rate.filter(|rate| *rate > 0.0)?;
             Some((flow.waiting() + bytes) as f64 / rate + first_ms as f64)
@@ -177,15 +193,20 @@ impl Flows {
         bytes.iter().map(ms).try_fold(0.0, |longest: f64, ms| Some(longest.max(ms?)))
     }
 
-    /// Returns the rest of a wait for these sources at `now_ms`.
-    pub(in crate::core) fn ahead(&self, owed: &BTreeMap<SourceLane, Owed>, now_ms: u64) -> Ahead {
+    /// Returns the rest of a wait for these sources at `now_ms`, for a waiter since `since_ms`.
+    pub(in crate::core) fn ahead(
+        &self,
+        owed: &BTreeMap<SourceLane, Owed>,
+        since_ms: u64,
+        now_ms: u64,
+    ) -> Ahead {
         let mut ahead = Ahead { ms: Some(0.0), ..Ahead::default() };
         for (lane, owed) in owed {
             ahead.moved_ms = ahead.moved_ms.max(owed.since_ms);
             let Some(flow) = self.0.get(lane) else { continue };
             ahead.moved_ms = ahead.moved_ms.max(flow.moved_ms);
             let left = owed.up_to.saturating_sub(flow.ended);
-            let rate = flow.rate(now_ms);
+            let rate = flow.rate(since_ms, now_ms);
             ahead.rate += rate.unwrap_or(0.0);
             if left > 0 {
                 // A source with progress for others has given its first bytes.
@@ -216,14 +237,14 @@ mod tests {
     }
 
     fn ms(flows: &Flows, owed: &BTreeMap<SourceLane, Owed>, now_ms: u64) -> f64 {
-        flows.ahead(owed, now_ms).ms.expect("a rate")
+        flows.ahead(owed, 0, now_ms).ms.expect("a rate")
     }
 
     #[test]
     fn what_is_left_takes_what_is_ahead_by_the_rate() {
         let mut flows = Flows::default();
         let others = asked(&mut flows, DISK, 1000, 0);
-        assert_eq!(flows.ahead(&others, 0).ms, None, "its rate is unknown");
+        assert_eq!(flows.ahead(&others, 0, 0).ms, None, "its rate is unknown");
         give(&mut flows, DISK, 0..400, 2);
         assert!((ms(&flows, &others, 400) - 1600.0).abs() < 20.0, "its first windows show the rate");
         let mine = asked(&mut flows, DISK, 100, 400);
@@ -234,7 +255,7 @@ mod tests {
         give(&mut flows, DISK, 1400..2400, 8);
         let left = 400.0 - 125.0;
         assert!((ms(&flows, &mine, 2400) / (left * 8.0) - 1.0).abs() < 0.1);
-        assert_eq!(flows.ahead(&mine, 2400).moved_ms, 2400);
+        assert_eq!(flows.ahead(&mine, 0, 2400).moved_ms, 2400);
     }
 
     #[test]
@@ -273,15 +294,32 @@ mod tests {
     }
 
     #[test]
+    fn a_new_waiter_judges_a_busy_source_by_its_work_for_others_and_an_idle_one_by_its_own() {
+        for (mib, known_ms) in [(100, Some(18_100.0)), (11, None)] {
+            let mut flows = Flows::default();
+            asked(&mut flows, DISK, mib, 0);
+            give(&mut flows, DISK, 0..1_000, 100);
+            let owed = asked(&mut flows, DISK, 90, 1_000);
+            let left = |flows: &Flows, now_ms| flows.ahead(&owed, 1_000, now_ms).ms;
+            assert_eq!(left(&flows, 1_000), known_ms, "of {mib} MiB");
+            // It gives the same as before to many.
+            give(&mut flows, DISK, 1_000..1_600, 10);
+            let ms = left(&flows, 1_600).unwrap();
+            let expected = (mib - 10 + 90 - 60) * 10;
+            assert!((ms / expected as f64 - 1.0).abs() < 0.2, "{ms} in place of {expected}");
+        }
+    }
+
+    #[test]
     fn the_slowest_source_decides_and_what_failed_is_no_progress() {
         let mut flows = Flows::default();
         let mut owed = asked(&mut flows, DISK, 500, 0);
         owed.extend(asked(&mut flows, SourceLane::Disk(1), 100, 0));
         give(&mut flows, DISK, 0..600, 2);
-        assert_eq!(flows.ahead(&owed, 600).ms, None, "the other one has given nothing");
+        assert_eq!(flows.ahead(&owed, 0, 600).ms, None, "the other one has given nothing");
         give(&mut flows, SourceLane::Disk(1), 0..600, 20);
         assert!((ms(&flows, &owed, 600) - 1400.0).abs() < 100.0);
         (0..70).for_each(|_| flows.end_bytes(SourceLane::Disk(1), MIB, false, 1500));
-        assert_eq!(flows.ahead(&owed, 1500).moved_ms, 600);
+        assert_eq!(flows.ahead(&owed, 0, 1500).moved_ms, 600);
     }
 }

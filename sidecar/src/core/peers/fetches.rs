@@ -138,13 +138,10 @@ impl MeshPeers {
     ) {
         let ticket = self.next_ticket;
         self.next_ticket += 1;
-        // Blocks that a peer does not have yet do not show its rate. Prefetches leave it idle, and do not show it either.
-        let Context { arrivals, prefetched, now_ms, .. } = cx;
+        // Blocks that a peer does not have yet do not show its rate.
         let lane = SourceLane::Peer(fetching.peer);
-        for WantedBlock { key, .. } in fetching.blocks.iter().flatten() {
-            if standing.is_none() && !prefetched.is_coming(key) {
-                arrivals.send_for(key, lane, fetching.bytes.into(), *now_ms);
-            }
+        for wanted in fetching.blocks.iter().flatten().filter(|_| standing.is_none()) {
+            cx.arrivals.send_for(&wanted.key, lane, fetching.bytes.into(), cx.now_ms);
         }
         self.stats.fetches += 1;
         let wanted = fetching.blocks.iter().flatten();

@@ -69,8 +69,13 @@ impl Scene {
 
     /// An engine with this wait of its requests for a producer.
     fn waiting(miss_wait_ms: Option<u32>) -> Self {
-        let pool_bytes = POOL_SEGMENT * POOL_SEGMENTS;
-        let config = dram::DramConfig { pool_bytes, segment_bytes: POOL_SEGMENT, lease_ttl_ms: 10_000 };
+        Self::over(POOL_SEGMENT, miss_wait_ms)
+    }
+
+    /// The same over a pool with segments of another size.
+    fn over(segment_bytes: u64, miss_wait_ms: Option<u32>) -> Self {
+        let pool_bytes = segment_bytes * POOL_SEGMENTS;
+        let config = dram::DramConfig { pool_bytes, segment_bytes, lease_ttl_ms: 10_000 };
         let peers = peer_tier(Directory::new(DirectoryConfig::default()));
         let core = Core::new(Dram::new(config).unwrap(), &[], [peers]);
         let mut engine = Harness::waiting(core, 1, BLOCK_BYTES, miss_wait_ms);

@@ -148,7 +148,7 @@ impl Question {
         base: &Base,
     ) -> Outlook {
         let now_ms = base.cx.now_ms;
-        let ahead = base.cx.arrivals.flows.ahead(owed, now_ms);
+        let ahead = base.cx.arrivals.flows.ahead(owed, self.asked_ms(), now_ms);
         let block_bytes = base.engines[self.session].binding().map_or(0, |binding| binding.block_bytes());
         let bytes = f64::from(beyond) * block_bytes as f64;
         let behind_ms = if beyond == 0 { Some(0.0) } else { (ahead.rate > 0.0).then(|| bytes / ahead.rate) };

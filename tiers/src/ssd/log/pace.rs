@@ -36,15 +36,16 @@ struct PaceWindow {
     /// The longest time without an end. A source may end many reads nearly at once, and its window must be
     /// longer than such a burst.
     gap_ms: u64,
-    /// True once less than [`BUSY_BYTES`] wait: ends soon after the last one are counted, too.
-    ends: bool,
+    /// The bytes still to end of those that waited when they became too few to keep the source busy. Later
+    /// reads do not show its rate.
+    tail: Option<u64>,
 }
 
 // === impl PaceWindow ===
 
 impl PaceWindow {
     fn new(since_ms: u64) -> Self {
-        Self { since_ms, read: 0, last_ms: since_ms, gap_ms: 0, ends: false }
+        Self { since_ms, read: 0, last_ms: since_ms, gap_ms: 0, tail: None }
     }
 
     fn took_ms(&self) -> u64 {
@@ -62,7 +63,8 @@ impl PaceWindow {
 
     /// True if the window ended before now, since the source had too little work.
     fn has_ended(&self, now_ms: u64) -> bool {
-        self.ends && now_ms > self.last_ms + WINDOW_MS_MIN
+        let pause_ms = if self.tail == Some(0) { 0 } else { WINDOW_MS_MIN };
+        self.tail.is_some() && now_ms > self.last_ms + pause_ms
     }
 }
 
@@ -87,14 +89,19 @@ impl ReadPace {
         self.reaches.iter().copied().chain(this.map(|window| window.reach())).max()
     }
 
+    /// True while enough reads wait to keep the source busy.
+    pub fn is_busy(&self) -> bool {
+        self.waiting > BUSY_BYTES
+    }
+
     /// Notes the begin of a read.
     pub fn began(&mut self, bytes: u64, now_ms: u64) {
         if let Some(window) = self.window.take_if(|window| window.has_ended(now_ms)) {
             self.close_window(window);
         }
         self.waiting += bytes;
-        if self.waiting > BUSY_BYTES {
-            self.window.get_or_insert(PaceWindow::new(now_ms)).ends = false;
+        if self.is_busy() {
+            self.window.get_or_insert(PaceWindow::new(now_ms)).tail = None;
         }
     }
 
@@ -107,11 +114,15 @@ impl ReadPace {
         }
         if now_ms > window.last_ms && window.is_whole() {
             self.close_window(window);
-            window = PaceWindow::new(window.last_ms);
+            window = PaceWindow { tail: window.tail, ..PaceWindow::new(window.last_ms) };
         }
         window.read += bytes;
         window.gap_ms = window.gap_ms.max(now_ms - window.last_ms);
-        (window.last_ms, window.ends) = (now_ms, window.ends || self.waiting <= BUSY_BYTES);
+        window.last_ms = now_ms;
+        window.tail = match window.tail {
+            Some(tail) => Some(tail.saturating_sub(bytes)),
+            None => (!self.is_busy()).then_some(self.waiting),
+        };
         self.window = Some(window);
     }
 
@@ -236,5 +247,19 @@ mod tests {
         assert!(pace.takes(1 << 40, 2));
         pace.began(MIB, 0);
         assert!(!pace.takes(BYTES_MIN, 1));
+    }
+
+    #[test]
+    fn single_reads_one_after_the_other_do_not_show_a_devices_rate() {
+        let (mut pace, mut now_ms) = (ReadPace::default(), 0);
+        ask(&mut pace, 1_000, now_ms);
+        read(&mut pace, &mut now_ms, 60_000, 4);
+        let rate = pace.rate();
+        for _ in 0..1_000 {
+            pace.began(MIB, now_ms);
+            now_ms += 5;
+            pace.end_read(MIB, true, now_ms);
+        }
+        assert_eq!(pace.rate(), rate, "MiB a ms");
     }
 }

@@ -2,7 +2,7 @@
 
 use shm_protocol::prefill::PrefillRate;
 
-use super::worth::judged;
+use super::worth::judged_larger;
 use super::*;
 use crate::core::PromptPlaces;
 use crate::core::tests::score::score_blocks;
@@ -56,12 +56,13 @@ fn give(scene: &mut Scene, blocks: usize, every_ms: u64) {
 #[test]
 fn blocks_of_a_peer_are_expected_at_its_rate_or_computed_if_that_is_sooner() {
     for (every_ms, given, expected_ms) in [(40, 14, 40 * (2 + 20) + 500), (90, 10, 2_500)] {
-        let mut scene = judged(0..80);
+        // The query's blocks, 64 MiB, keep the peer busy.
+        let mut scene = judged_larger(16, 0..80);
         scene.query(1, 0..MOST);
         give(&mut scene, given, every_ms);
         let namespace = scene.engine.core.base.engines[SCHEDULER].binding().unwrap().digest;
         // 20 blocks and 5 tokens, each of 100 ms; the requested blocks of the query, 16, come before.
-        let places = score_blocks(&scene.engine.core, namespace, (BLOCK_BYTES, 1), 40..60, 5);
+        let places = score_blocks(&scene.engine.core, namespace, (BLOCK_BYTES * 16, 1), 40..60, 5);
         assert_eq!((places.memory, places.found), (0, 20));
         let expected = places.expected_ms.unwrap();
         assert!((expected - f64::from(expected_ms)).abs() < 100.0, "{expected} in place of {expected_ms}");

@@ -8,11 +8,18 @@ use crate::core::tests::{RUN, changed, hello, rank_hello_of};
 
 /// An engine with 100 ms for a block, and peer A with these blocks.
 pub(super) fn judged(keys: Range<u32>) -> Scene {
-    let mut scene = Scene::new();
+    judged_larger(1, keys)
+}
+
+/// The same with blocks and a pool so many times as large.
+pub(super) fn judged_larger(times: u64, keys: Range<u32>) -> Scene {
+    let mut scene = Scene::over(POOL_SEGMENT * times, None);
     scene.event(CoreEvent::Disconnected { session: SCHEDULER });
     scene.event(CoreEvent::Disconnected { session: RANKS[0] });
     let facts = BTreeMap::from([("block_tokens".to_owned(), "1".to_owned())]);
-    scene.engine.connect(RANKS[0], changed(rank_hello_of(1, 0, BLOCK_BYTES), |rank| rank.facts = facts));
+    scene
+        .engine
+        .connect(RANKS[0], changed(rank_hello_of(1, 0, BLOCK_BYTES * times), |rank| rank.facts = facts));
     let wait_max_ms = Some(30_000);
     scene.engine.connect(SCHEDULER, Hello { wait_max_ms, ..hello(1, Role::Scheduler { run: RUN }) });
     scene.engine.join();
@@ -81,4 +88,21 @@ fn a_peer_that_is_slower_than_the_engine_is_left_for_it() {
     let op = scene.query(1, 0..80);
     let (ms, hits) = play(&mut scene, op, 200);
     assert!(ms <= 900 && hits <= 4, "{hits} after {ms} ms");
+}
+
+#[test]
+fn a_peer_is_not_judged_by_small_requests_before() {
+    let mut scene = judged(0..60);
+    // Two of them are under way at any time. At their rate the engine would compute the long prompt sooner.
+    for key in 0..10 {
+        scene.query(10 + key, key..key + 1);
+        scene.engine.now_ms += 200;
+        if scene.fetches.len() > 1 {
+            let fetch = scene.fetches.pop_front().unwrap();
+            scene.end_all(&fetch, Ok(1));
+        }
+    }
+    let op = scene.query(1, 20..60);
+    let (_, hits) = play(&mut scene, op, 10);
+    assert_eq!(hits, 40);
 }

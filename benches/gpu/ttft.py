@@ -3,12 +3,14 @@
 Modes run one after the other in processes of their own; `--rival none --rival offloading --rival pegaflow` adds them.
 After the timed rounds each mode must show that its answers depend on the KV: a zeroed block must change log probabilities,
 a zeroed layer must change tokens; and reloaded KV must give tokens and log probabilities bit-equal to the device's own hit.
+`waited_ms` is the part of a first token's time before the request's first place in a step.
 Asynchronous vLLM launches the next step before it looks at a first token, unless one token is asked.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 from typing import Any
 
 from benches import harness
@@ -65,6 +67,7 @@ def measure(engine: Engine, sizes: dict[str, int], options: argparse.Namespace, 
         timed = [answer for answers_of_prompt in asked[1:] for answer in answers_of_prompt]
         result[phase] = {
             "ttft_ms": [answer.ttft_ms for answer in timed],
+            "waited_ms": [answer.waited_ms for answer in timed],
             "cached_tokens": [answer.cached_tokens for answer in timed],
             "runs": [runs(answer.block_ids) for answer in timed],
             "tokens": [[answer.tokens for answer in answers_of_prompt] for answers_of_prompt in asked[1:]],
@@ -113,6 +116,7 @@ def compare(raw: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
     for phase in [phase for phase in PHASES if phase in raw]:
         measured = raw[phase]
         result[f"{phase}_ms"] = harness.spread(measured["ttft_ms"])
+        result[f"{phase}_waited_ms"] = round(statistics.median(measured["waited_ms"]), 2)
         if phase in ("cold", "hit", "reload"):
             result[f"{phase}_runs"] = max(measured["runs"])
         if phase != "cold":

@@ -198,10 +198,7 @@ fn standing_asks_are_granted_behind_the_commit_and_let_others_pass() {
     let asked = other.seen(|seen| seen.asked.len());
     // A stream reads other blocks meanwhile, and the last ask is granted first.
     let beside = one.fetch(1, others, LONG);
-    for (ask, labels) in asks.iter().rev() {
-        labels.iter().for_each(|label| other.keep(*label, false));
-        other.grant(*ask, labels);
-    }
+    other.commit(asks.iter().rev());
     assert!(one.ends(&fetching).iter().chain(&one.ends(&beside)).all(Result::is_ok));
     let again =
         other.seen(|seen| seen.asked[asked..].iter().flat_map(|asked| asked.2.clone()).collect::<Vec<_>>());
@@ -219,10 +216,7 @@ fn a_standing_ask_over_a_link_that_goes_down_ends_and_gives_its_slots_back() {
     let asks = other.standing_asks(labels.len());
     // The streams go over loopback and stay up: READs fail, or the time is over.
     network("ip link set h1 down");
-    for (ask, labels) in &asks {
-        labels.iter().for_each(|label| other.keep(*label, false));
-        other.grant(*ask, labels);
-    }
+    other.commit(&asks);
     let ends = one.ends(&fetching);
     mend();
     assert!(

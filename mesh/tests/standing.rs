@@ -29,10 +29,7 @@ fn blocks_follow_their_commit_without_another_ask_and_let_others_pass() {
     others.iter().for_each(|label| other.keep(*label, false));
     assert!(one.get(1, &others, LONG).iter().all(Result::is_ok));
     let asked = other.seen(|seen| seen.asked.len());
-    for (ask, labels) in asks.iter().rev() {
-        labels.iter().for_each(|label| other.keep(*label, false));
-        other.grant(*ask, labels);
-    }
+    other.commit(asks.iter().rev());
     assert!(one.ends(&fetching).iter().all(Result::is_ok));
     assert_eq!(other.seen(|seen| seen.asked.len()), asked, "nothing was asked for again");
     one.check_ends();
@@ -82,10 +79,7 @@ fn a_standing_fetch_ends_in_time_and_its_stream_stays_usable() {
     let late = Err(FetchFault::Timeout(FetchStage::Whole));
     assert_eq!(one.ends(&fetching), vec![late; promised.len()]);
     // A grant that comes later is read and dropped.
-    for (ask, labels) in &asks {
-        labels.iter().for_each(|label| other.keep(*label, false));
-        other.grant(*ask, labels);
-    }
+    other.commit(&asks);
     assert!(one.get(1, &promised, LONG).iter().all(Result::is_ok));
     one.seen(|seen| assert!(seen.down.is_empty(), "{:?}", seen.down));
     one.check_ends();
@@ -143,10 +137,7 @@ fn a_cancelled_standing_fetch_gives_its_slots_back_at_once() {
     for (_, offset) in &fetching.blocks {
         assert!(one.blocks.fill(*offset, &[0xa5; 4096]));
     }
-    for (ask, labels) in &asks {
-        labels.iter().for_each(|label| other.keep(*label, false));
-        other.grant(*ask, labels);
-    }
+    other.commit(&asks);
     other.check_releases();
     for (_, offset) in &fetching.blocks {
         assert!(one.blocks.bytes_at(*offset, 4096).unwrap() == [0xa5; 4096], "it belongs to another by now");

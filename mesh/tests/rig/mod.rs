@@ -282,6 +282,14 @@ impl Node {
         self.fetch_by(peer, labels, deadline, None)
     }
 
+    /// Commits the blocks of standing asks, one ask after the other, and grants each.
+    pub(crate) fn commit<'a>(&self, asks: impl IntoIterator<Item = &'a (u64, Vec<Label>)>) {
+        for (ask, labels) in asks {
+            labels.iter().for_each(|label| self.keep(*label, false));
+            self.grant(*ask, labels);
+        }
+    }
+
     /// Waits for so many standing asks. Returns each with its blocks, in the order of the prompt.
     pub(crate) fn standing_asks(&self, blocks: usize) -> Vec<(u64, Vec<Label>)> {
         self.wait("standing asks", |seen| {

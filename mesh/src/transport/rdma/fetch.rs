@@ -348,8 +348,7 @@ impl RdmaReader {
         // A piece may have come before there was a bell.
         let Some(PeerWait { bell, until }) = self.standing.wait(end)? else { return Ok(()) };
         let bells = [Some(self.queue.as_fd()), bell.as_deref().map(AsFd::as_fd)];
-        let bells: Vec<_> = bells.into_iter().flatten().collect();
-        match self.wire.wait_readable(true, &bells, until) {
+        match self.wire.wait_readable(true, bells.into_iter().flatten(), until) {
             Ok(true) => {
                 self.standing.hush();
                 self.queue.disarm();

@@ -154,7 +154,7 @@ impl Lender<'_> {
                 return Ok(LendingEnd::Late(turn_of(&late.ask)));
             }
             let until = end.unwrap_or_else(|| read_clock() + limits.idle * 2);
-            if !wire.wait_readable(true, &[self.asks.bell().as_fd()], until)? && end.is_none() {
+            if !wire.wait_readable(true, [self.asks.bell().as_fd()], until)? && end.is_none() {
                 return Ok(LendingEnd::Idle);
             }
         }

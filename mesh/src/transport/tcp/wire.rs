@@ -219,17 +219,17 @@ impl Wire {
     }
 
     /// Waits until the peer has sent something or hung up, or one of `bells` is readable. Returns false at `until`.
-    pub(in crate::transport) fn wait_readable(
+    pub(in crate::transport) fn wait_readable<'a>(
         &mut self,
         listen: bool,
-        bells: &[BorrowedFd<'_>],
+        bells: impl IntoIterator<Item = BorrowedFd<'a>>,
         until: Instant,
     ) -> Result<bool, Broken> {
         if listen && self.buffered()? {
             return Ok(true);
         }
         let events = if listen { PollFlags::IN | PollFlags::RDHUP } else { PollFlags::RDHUP };
-        let bells = bells.iter().map(|bell| PollFd::from_borrowed_fd(*bell, PollFlags::IN));
+        let bells = bells.into_iter().map(|bell| PollFd::from_borrowed_fd(bell, PollFlags::IN));
         let mut fds: Vec<_> = std::iter::once(PollFd::new(&*self.stream, events)).chain(bells).collect();
         let limit = Timespec::try_from(until.saturating_duration_since(read_clock())).ok();
         match rustix::event::poll(&mut fds, limit.as_ref()) {

@@ -210,7 +210,8 @@ impl Transfers {
             asked;
         let keys: Vec<BlockHash> = asked.iter().map(|(hash, _)| *hash).collect();
         let compares = |place| checked && is_chosen(place, keys.len(), binding.block_bytes());
-        let is_elsewhere = |place| place < others.streamed as usize && !checked && handover.is_none();
+        let stays_elsewhere = !checked && handover.is_none() && others.leaving.is_none();
+        let is_elsewhere = |place| stays_elsewhere && place < others.streamed as usize;
         let is_refused = acceptance == Acceptance::Refused;
         let is_doubted = self.doubts.doubts_engine(key.0, binding.namespace, base.cx.now);
         let commits = !is_refused && !is_doubted && may_save(key.0, &binding, checked, base);
@@ -227,7 +228,7 @@ impl Transfers {
                         base.cx.keep(&binding.block_key(&hash), &binding, None);
                     }
                 }
-                Some(_) if others.leaving.is_none() && is_elsewhere(index) => end.present += 1,
+                Some(_) if is_elsewhere(index) => end.present += 1,
                 Some(_) if is_refused => {
                     (end.dropped, end.unaccepted) = (end.dropped + 1, end.unaccepted + 1)
                 }

@@ -124,7 +124,7 @@ impl Exchange {
         let broken = |broken: Broken| broken.fault(FetchStage::FirstByte);
         let last = self.standing.end(self.shared.config.limits.first_byte).expect("one stands");
         let Some(PeerWait { bell, until }) = self.standing.wait(last)? else { return Ok(false) };
-        self.wire.wait_readable(true, bell.as_deref().map(AsFd::as_fd).as_slice(), until).map_err(broken)?;
+        self.wire.wait_readable(true, bell.as_deref().map(AsFd::as_fd), until).map_err(broken)?;
         self.standing.hush();
         let readable = self.wire.readable().map_err(broken)?;
         if !readable && read_clock() >= last {

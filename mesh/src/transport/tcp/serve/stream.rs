@@ -52,7 +52,7 @@ impl<'a> ServingStream<'a> {
                 continue;
             }
             let until = read_clock() + self.shared.config.limits.idle * 2;
-            if !self.wire.wait_readable(!self.asks.full(), &[self.asks.bell().as_fd()], until)? {
+            if !self.wire.wait_readable(!self.asks.full(), [self.asks.bell().as_fd()], until)? {
                 return Ok(());
             }
         }
